@@ -1,0 +1,46 @@
+"""What the worker loop asks of whatever executes plans: the torch executor, or the oracle.
+
+An executor never decides anything: it applies plans in order and reports what they produced.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pagecast_wire.intake import LoadProgress, ModelFacts
+from pagecast_wire.plan import StartEpoch, StepPlan
+from pagecast_wire.result import StepResult
+
+ReportProgress = Callable[[LoadProgress], None]
+
+
+class OutOfMemory(RuntimeError):
+    """The device ran out of memory in a step; reported to the scheduler as such."""
+
+
+class LoadError(RuntimeError):
+    """The model cannot be loaded. The text is one line for the operator and names the file and the tensor or field."""
+
+
+class Executor(Protocol):
+    """Executes plans in order on one stream.
+
+    Life: load once, then for each epoch start_epoch followed by submit/collect. submit must not wait for the device where
+    the device works asynchronously; collect returns results in the order of the plans.
+    """
+
+    def load(self, report: ReportProgress) -> tuple[ModelFacts, int]:
+        """Load weights, size the pool, warm up. Returns the model's facts and how many blocks the pool holds (null block included).
+
+        Raises LoadError."""
+
+    def start_epoch(self, start: StartEpoch) -> None:
+        """Forget every row and every KV block."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Apply the plan and enqueue its step(s)."""
+
+    def collect(self, wait: bool) -> StepResult | None:
+        """The oldest result not yet collected; None if there is none, or if it is not ready and `wait` is false."""
+
+    def close(self) -> None:
+        """Release the device. No call may follow."""

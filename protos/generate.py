@@ -1,0 +1,47 @@
+"""Regenerates client/pagecast/v1 from protos/pagecast/v1; with --check, compares instead and exits 1 on a difference.
+
+Code is generated with the oldest toolchain we support (grpcio-tools 1.71.2, protobuf 5.29), so that it loads on every newer one;
+stubs come from mypy-protobuf.
+"""
+
+import filecmp
+import importlib.resources
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+OUT = ROOT.parent / "client"
+
+
+def generate(out: Path) -> None:
+    """Write every generated file below `out`/pagecast/v1."""
+    from grpc_tools import protoc
+
+    bin_dir = Path(sys.executable).parent
+    well_known = str(importlib.resources.files("grpc_tools") / "_proto")
+    files = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "pagecast/v1").glob("*.proto"))
+    plugins = [f"--plugin=protoc-gen-{name}={bin_dir / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
+    common = ["protoc", f"-I{ROOT}", f"-I{well_known}", *plugins]
+    services = [f for f in files if "\nservice " in (ROOT / f).read_text()]
+    if protoc.main([*common, f"--python_out={out}", f"--mypy_out={out}", *files]) != 0:
+        raise SystemExit("protoc failed")
+    if protoc.main([*common, f"--grpc_python_out={out}", f"--mypy_grpc_out={out}", *services]) != 0:
+        raise SystemExit("protoc failed")
+
+
+def main() -> None:
+    if "--check" not in sys.argv:
+        generate(OUT)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        fresh = {p.name: p for p in Path(folder, "pagecast/v1").iterdir()}
+        kept = {p.name: p for p in (OUT / "pagecast/v1").glob("*_pb2*")}
+        stale = sorted(n for n in fresh.keys() | kept.keys() if n not in fresh or n not in kept or not filecmp.cmp(fresh[n], kept[n], False))
+    if stale:
+        raise SystemExit(f"generated code is out of date, run protos/generate.py: {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Contract 3, upwards: what a worker rank sends to the scheduler. Only rank 0 sends token columns."""
+
+from msgspec import Struct
+
+from pagecast_wire.intake import LoadProgress, ModelFacts
+
+FLAG_STOP = 1
+"""The sampled token is one of the row's stop token ids (and min_tokens was reached): the sequence ends here."""
+FLAG_BAD = 2
+"""The row's logits held NaN or infinity; its token is meaningless."""
+FLAG_IDLE = 4
+"""k-step plans only: the row had ended before this one of the k; its token is meaningless."""
+
+
+class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_hello"):
+    """A rank dials in when its weights are loaded and its pool is sized. One incarnation per process life."""
+
+    wire_version: int
+    wire_digest: str
+    incarnation: str
+    pid: int
+    rank: int
+    world_size: int
+    model: ModelFacts
+    config_digest: str
+    num_blocks: int
+    block_size: int
+
+
+class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="step_result"):
+    """What one plan produced.
+
+    tokens: u32 column of num_steps * n entries for the n rows that sampled, in ascending row number, step-major
+    (all rows of the first of the k steps, then of the second ...). flags: u8 column, same shape.
+    logprob_rows: u32 column of indices into `tokens`, for rows that asked; logprobs f32, same length; top_ids/top_logprobs: each
+    asked row's num_logprobs best entries, concatenated in the same order.
+    """
+
+    epoch: int
+    step: int
+    rank: int
+    tokens: bytes = b""
+    flags: bytes = b""
+    logprob_rows: bytes = b""
+    logprobs: bytes = b""
+    top_counts: bytes = b""
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+    device_us: int = 0
+
+
+class PlanGap(Struct, frozen=True, forbid_unknown_fields=True, tag="plan_gap"):
+    """A plan arrived whose step is not last_step + 1 (and is not a duplicate): send again from last_step + 1."""
+
+    epoch: int
+    rank: int
+    last_step: int
+
+
+class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
+    """From a thread of its own, every second: the last step completed."""
+
+    rank: int
+    incarnation: str
+    epoch: int
+    last_step: int
+
+
+class WorkerFault(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_fault"):
+    """A step or the start failed. kind is a closed word; detail goes to the operator's log only."""
+
+    rank: int
+    epoch: int
+    step: int
+    kind: str  # "load", "out_of_memory", "step", "protocol"
+    detail: str
+
+
+FromWorker = WorkerHello | StepResult | PlanGap | Heartbeat | WorkerFault | LoadProgress
