@@ -96,6 +96,7 @@ class FrontendHello(Struct, frozen=True, forbid_unknown_fields=True, tag="fronte
     wire_digest: str
     incarnation: str
     pid: int
+    pid_namespace: int  # inode of /proc/self/ns/pid; a pidfd is used only where both ends agree on it
     slot: int = -1
 
 
@@ -160,6 +161,18 @@ class Pause(Struct, frozen=True, forbid_unknown_fields=True, tag="pause"):
 
 class Ready(Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """A resubmitting front end has sent all it had; new admissions may start."""
+
+
+class FrontendPing(Struct, frozen=True, forbid_unknown_fields=True, tag="frontend_ping"):
+    """Every second, so that a front end that vanished without a pidfd is noticed and its requests are cancelled."""
+
+    slot: int
+
+
+class HelloWanted(Struct, frozen=True, forbid_unknown_fields=True, tag="hello_wanted"):
+    """The scheduler does not know the sender (it was restarted): say hello again. Sent to front ends and workers."""
+
+    scheduler_incarnation: str
 
 
 class Accepted(Struct, frozen=True, forbid_unknown_fields=True):
@@ -276,5 +289,5 @@ class EngineStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     load: tuple[LoadProgress, ...] = ()
 
 
-FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready
-ToFrontend = FrontendWelcome | FrontendRefused | FrontendBatch | EngineStatus
+FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready | FrontendPing
+ToFrontend = FrontendWelcome | FrontendRefused | FrontendBatch | EngineStatus | HelloWanted

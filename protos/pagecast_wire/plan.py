@@ -15,6 +15,7 @@ row number. Known tokens of a row are its prompt and the history it was admitted
 
 from msgspec import Struct
 
+from pagecast_wire.intake import HelloWanted
 from pagecast_wire.sampling import SamplingParams
 
 NULL_BLOCK = 0
@@ -81,4 +82,4 @@ class StopWorker(Struct, frozen=True, forbid_unknown_fields=True, tag="stop_work
     """Finish what was sent and exit 0."""
 
 
-ToWorker = StartEpoch | StepPlan | StopWorker
+ToWorker = StartEpoch | StepPlan | StopWorker | HelloWanted

@@ -19,8 +19,10 @@ class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_h
     wire_digest: str
     incarnation: str
     pid: int
+    pid_namespace: int
     rank: int
     world_size: int
+    last_epoch: int  # highest epoch this process has seen; a restarted scheduler goes on above it
     model: ModelFacts
     config_digest: str
     num_blocks: int
