@@ -1,0 +1,78 @@
+"""What one worker process is told when it starts. Values only: everything that can be measured is measured after loading."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ExecutorName = Literal["torch", "oracle"]
+LogFormat = Literal["auto", "json", "console"]
+
+
+class ConfigError(ValueError):
+    """A worker option that cannot work. The text is one line for the operator and names the option, its limit and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Options of one rank. Every rank of a group gets the same values but for `rank`.
+
+    run_dir: folder (mode 0700) that holds the cluster's sockets. model: absolute path of a model folder or .gguf file; the oracle
+    takes it as a name only. num_blocks: KV pool size in blocks, null block included; None measures memory. cpu_kv_gib: KV pool
+    size on the CPU backend in GiB. random_weights: a shape name or a folder with a config.json; weights are then made up.
+    oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
+    """
+
+    run_dir: Path
+    model: str
+    rank: int = 0
+    tensor_parallel_size: int = 1
+    executor: ExecutorName = "torch"
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_gib: float = 1.0
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 2048
+    enforce_eager: bool = False
+    random_weights: str | None = None
+    oracle_vocab_size: int = 49152
+    oracle_step_us: int = 0
+    log_format: LogFormat = "auto"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for the first option that is out of its range."""
+        size = self.tensor_parallel_size
+        for ok, message in (
+            (size >= 1, f"tensor_parallel_size must be at least 1, got {size}"),
+            (0 <= self.rank < size, f"rank must be below tensor_parallel_size {size}, got {self.rank}"),
+            (self.executor in ("torch", "oracle"), f"executor must be torch or oracle, got {self.executor!r}"),
+            (self.block_size in (16, 32, 64, 128), f"block_size must be 16, 32, 64 or 128, got {self.block_size}"),
+            (self.num_blocks is None or self.num_blocks >= 2, f"num_blocks must be at least 2, got {self.num_blocks}"),
+            (0.0 < self.gpu_memory_utilization <= 1.0, f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"),
+            (self.cpu_kv_gib > 0.0, f"cpu_kv_gib must be above 0, got {self.cpu_kv_gib}"),
+            (self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}"),
+            (self.max_model_len is None or self.max_model_len >= 2, f"max_model_len must be at least 2, got {self.max_model_len}"),
+            (self.max_num_batched_tokens >= 1, f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}"),
+            (self.oracle_vocab_size >= 2, f"oracle_vocab_size must be at least 2, got {self.oracle_vocab_size}"),
+            (self.oracle_step_us >= 0, f"oracle_step_us must not be negative, got {self.oracle_step_us}"),
+        ):
+            if not ok:
+                raise ConfigError(message)
+
+    @property
+    def workers_endpoint(self) -> str:
+        """ZeroMQ endpoint that the scheduler binds for workers."""
+        return f"ipc://{self.run_dir}/workers.ipc"
+
+    def digest(self) -> str:
+        """Hex digest over what ranks of one group must agree on; compared by the scheduler in the hellos."""
+        shared = (
+            self.model, self.tensor_parallel_size, self.executor, self.dtype, self.block_size, self.max_num_seqs, self.max_model_len,
+            self.max_num_batched_tokens, self.random_weights, self.oracle_vocab_size,
+        )
+        return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
