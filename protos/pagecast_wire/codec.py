@@ -6,6 +6,7 @@ one wheel).
 """
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pagecast_wire import intake, plan, result, sampling
+from pagecast_wire import intake, plan, result
 
 WIRE_VERSION = 1
 
@@ -49,7 +50,7 @@ def decode(data: bytes | memoryview, direction: str) -> Any:
         raise WireError(f"message of {len(data)} bytes exceeds the cap of {MAX_BYTES[direction]} for {direction}")
     try:
         return _decoder(direction).decode(data)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, msgspec.MsgspecError, OverflowError, RecursionError) as error:
         raise WireError(f"malformed {direction} message: {type(error).__name__}") from None
 
 
@@ -79,29 +80,28 @@ def view_u64(column: bytes) -> NDArray[np.uint64]:
     return _view(column, "<u8", 8)
 
 
-def _describe(tp: Any, seen: set[type]) -> str:
-    """A stable text of a struct's shape, following struct-typed fields."""
-    info = msgspec.inspect.type_info(tp)
-    return _describe_info(info, seen)
-
-
-def _describe_info(info: Any, seen: set[type]) -> str:
+def _describe(info: Any, seen: set[type]) -> str:
+    """A stable text of a type's shape, following struct-typed fields; a struct met before is only named."""
     if isinstance(info, msgspec.inspect.StructType):
         if info.cls in seen:
             return info.cls.__name__
         seen.add(info.cls)
-        fields = ",".join(f"{f.encode_name}:{_describe_info(f.type, seen)}={f.default!r}" for f in info.fields)
+        fields = ",".join(f"{f.encode_name}:{_describe(f.type, seen)}={f.default!r}" for f in info.fields)
         return f"{info.cls.__name__}[{info.tag}]({fields})"
     if isinstance(info, msgspec.inspect.UnionType):
-        return "|".join(_describe_info(t, seen) for t in info.types)
+        return "|".join(_describe(t, seen) for t in info.types)
     if isinstance(info, msgspec.inspect.VarTupleType):
-        return f"[{_describe_info(info.item_type, seen)}]"
+        return f"[{_describe(info.item_type, seen)}]"
     if isinstance(info, msgspec.inspect.EnumType):
-        return f"{info.cls.__name__}({','.join(f'{m.name}={int(m)}' for m in info.cls)})"
+        return f"{info.cls.__name__}({','.join(f'{m.name}={m.value}' for m in info.cls)})"
     return type(info).__name__
 
 
-WIRE_DIGEST = hashlib.sha256("\n".join(_describe(t, set()) for t in _DIRECTIONS.values()).encode()).hexdigest()[:16]
-"""Hex digest of every struct's shape, compared in each hello."""
+def digest_of(types: Iterable[Any]) -> str:
+    """Sixteen hex digits over the shape of `types`: names, tags, fields in order, their types and defaults, enum values."""
+    described = "\n".join(_describe(msgspec.inspect.type_info(t), set()) for t in types)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
-__all__ = ["MAX_BYTES", "WIRE_DIGEST", "WIRE_VERSION", "WireError", "decode", "encode", "pack_u32", "pack_u64", "sampling", "view_u32", "view_u64"]
+
+WIRE_DIGEST = digest_of(_DIRECTIONS.values())
+"""Hex digest of every struct's shape, compared in each hello."""
