@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 ExecutorName = Literal["torch", "oracle"]
@@ -23,7 +22,7 @@ class WorkerConfig:
     oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
     """
 
-    run_dir: Path
+    run_dir: str
     model: str
     rank: int = 0
     tensor_parallel_size: int = 1
