@@ -1,0 +1,137 @@
+"""The engines that an offline measurement can drive: ours, and peers in a process of their own, behind one interface.
+
+Fairness is fixed here: every engine gets the same prompts, limits and memory share, temperature 1 and no end-of-sequence;
+prompts are shifted in every repetition and each repetition uses a cache scope of its own, so that nothing is cached from the one before.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from pagecast.bench import model_shapes, workloads
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What both sides of a comparison are given. shape: a name of model_shapes.SHAPES, or a model for `ours`."""
+
+    shape: str
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 16384
+    memory_share: float = 0.9
+    max_model_len: int | None = None
+    defaults: bool = False  # a peer at its own defaults: only memory share and the model are given
+    extra: tuple[str, ...] = ()  # further serve options of ours, as NAME=VALUE
+
+
+def shifted(name: str, repetition: int, vocab_size: int, limit: int | None = None) -> list[tuple[list[int], int]]:
+    """The workload with every token id moved by a step of its own for this repetition, inside the vocabulary."""
+    low, span = 10, min(vocab_size, workloads.VOCAB) - 10
+    work = workloads.make(name)[:limit]
+    return [([low + (token - low + 7919 * repetition) % span for token in prompt], count) for prompt, count in work]
+
+
+class Engine(Protocol):
+    """Runs whole workloads. run returns seconds from the first submit to the last token, and the output tokens counted."""
+
+    name: str
+
+    def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]: ...
+
+    def close(self) -> None: ...
+
+
+class Pagecast:
+    """Our own engine through the public LLM class: a private cluster, unary Generate calls with token ids in and out."""
+
+    name = "pagecast"
+
+    def __init__(self, options: EngineOptions) -> None:
+        from pagecast.llm import LLM
+
+        self._folder = tempfile.TemporaryDirectory(prefix="pagecast-bench-")
+        settings: dict[str, Any] = {}
+        for item in options.extra:
+            key, _, value = item.partition("=")
+            settings[key.replace("-", "_")] = json.loads(value) if value[:1] in "0123456789tf-[" else value
+        if options.shape in model_shapes.SHAPES:
+            settings["random_weights"] = model_shapes.write(options.shape, self._folder.name)
+            self.vocab_size = int(model_shapes.SHAPES[options.shape]["vocab_size"])
+        else:
+            settings["model"] = options.shape
+            self.vocab_size = workloads.VOCAB
+        if options.max_model_len is not None:
+            settings["max_model_len"] = options.max_model_len
+        self._llm = LLM(
+            max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens,
+            gpu_memory_utilization=options.memory_share, **settings,
+        )
+
+    def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]:
+        from pagecast.sampling import SamplingParams
+
+        work = shifted(workload, repetition, self.vocab_size, limit)
+        params = [SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in work]
+        start = time.perf_counter()
+        outputs = self._llm.generate([prompt for prompt, _ in work], params, cache_scope=f"repetition-{repetition}")
+        seconds = time.perf_counter() - start
+        return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def close(self) -> None:
+        self._llm.close()
+        self._folder.cleanup()
+
+
+class Peer:
+    """Another engine in a child process that runs pagecast.bench.peer_<name>; JSON lines over two pipes, its log to a file."""
+
+    def __init__(self, name: str, options: EngineOptions, log_folder: str) -> None:
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix=f"pagecast-bench-{name}-")
+        settings = {
+            "folder": model_shapes.write(options.shape, self._folder.name), "vocab_size": model_shapes.SHAPES[options.shape]["vocab_size"],
+            "max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_num_batched_tokens,
+            "memory_share": options.memory_share, "max_model_len": options.max_model_len, "defaults": options.defaults,
+        }
+        down_read, down_write = os.pipe()
+        up_read, up_write = os.pipe()
+        Path(log_folder).mkdir(parents=True, exist_ok=True)
+        self._log: IO[bytes] = (Path(log_folder) / f"peer-{name}.log").open("wb")
+        command = [sys.executable, "-m", f"pagecast.bench.peer_{name}", str(down_read), str(up_write)]
+        self._process = subprocess.Popen(command, pass_fds=(down_read, up_write), stdout=self._log, stderr=self._log)
+        os.close(down_read)
+        os.close(up_write)
+        self._down, self._up = os.fdopen(down_write, "w"), os.fdopen(up_read)
+        self._ask(settings)
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._down.write(json.dumps(message) + "\n")
+        self._down.flush()
+        answer = self._up.readline()
+        if not answer:
+            raise SystemExit(f"the peer {self.name} ended; its log is {self._log.name}")
+        result: dict[str, Any] = json.loads(answer)
+        if "error" in result:
+            raise SystemExit(f"the peer {self.name} failed: {result['error']}")
+        return result
+
+    def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]:
+        answer = self._ask({"workload": workload, "repetition": repetition, "limit": limit})
+        return float(answer["seconds"]), int(answer["output_tokens"])
+
+    def close(self) -> None:
+        self._down.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+        self._up.close()
+        self._folder.cleanup()

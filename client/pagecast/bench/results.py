@@ -1,0 +1,73 @@
+"""Result files: one JSON object a run, with what is needed to run it again and to believe it.
+
+Owns the format of benchmarks/results/*.json. Every figure that a target may refer to stands in `metrics` under a dotted name.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("pagecast", "torch", "triton", "transformers", "grpcio", "pyzmq", "msgspec", "numpy", "vllm")
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """mean, p50, p90 and p99 of a sample (linear interpolation); empty for an empty one."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+    return {"mean": statistics.fmean(ordered), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)}
+
+
+def machine() -> str:
+    """One line: GPUs if there are any, processor, cores."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.SubprocessError):
+        gpus = []
+    cores = len(os.sched_getaffinity(0))
+    return "; ".join([*gpus, f"{platform.machine()}, {cores} cores", f"Python {platform.python_version()}"])
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide a figure."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(folder: str, name: str, metrics: dict[str, float], details: dict[str, Any]) -> Path:
+    """Write `folder/<date>-<name>.json` and return its path. metrics: dotted name to figure; details: everything else."""
+    now = datetime.now(UTC)
+    path = Path(folder) / f"{now:%Y%m%dT%H%M%S}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = "pagecast " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+    when = {"date": f"{now:%Y-%m-%d}", "time": f"{now:%H:%M:%S}Z"}
+    record = {"name": name, "command": command} | when | {"machine": machine(), "versions": versions(), "metrics": metrics}
+    path.write_text(json.dumps(record | details, indent=1) + "\n")
+    return path
+
+
+def read_all(folder: str) -> list[dict[str, Any]]:
+    """Every result file of `folder`, oldest first."""
+    return [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]

@@ -1,0 +1,71 @@
+"""`pagecast bench report`: every target of benchmarks/targets.toml against the newest result that measured it.
+
+Exits non-zero while a bar is missed or was never measured. `--write` records reached, date and command in the file.
+"""
+
+import argparse
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pagecast.bench import results
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--targets", default="benchmarks/targets.toml")
+    parser.add_argument("--results", default="benchmarks/results")
+    parser.add_argument("--group", help="only targets of this group")
+    parser.add_argument("--write", action="store_true", help="record what was reached in the targets file")
+
+
+def reached(target: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The newest record that holds the target's metric and was measured on the machine the target names."""
+    for record in reversed(records):
+        if target["metric"] in record["metrics"] and target.get("machine", "") in record["machine"]:
+            return {"reached": record["metrics"][target["metric"]], "date": record["date"], "command": record["command"]}
+    return None
+
+
+def meets(value: float, bound: float, direction: str) -> bool:
+    """direction: "min" where more is better, "max" where less is."""
+    return value >= bound if direction == "min" else value <= bound
+
+
+def write_back(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Record what was reached, keeping the file's layout and comments."""
+    import tomlkit
+
+    document = tomlkit.parse(path.read_text())
+    for table in document["target"]:  # type: ignore[union-attr]
+        table.update(found.get(table["id"], {}))
+    path.write_text(tomlkit.dumps(document))
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    targets = tomllib.loads(Path(args.targets).read_text())["target"]
+    records = results.read_all(args.results)
+    table = Table("group", "target", "bar", "goal", "reached", "date", "verdict")
+    found, missed = {}, 0
+    for target in targets:
+        if args.group and target["group"] != args.group:
+            continue
+        hit = reached(target, records)
+        if hit:
+            found[target["id"]] = hit
+        verdict = "never measured"
+        if hit and meets(hit["reached"], target["bar"], target["direction"]):
+            goal_met = "goal" in target and meets(hit["reached"], target["goal"], target["direction"])
+            verdict = "goal" if goal_met else "bar"
+        elif hit:
+            verdict = f"missed ({hit['reached'] / target['bar']:.2f}x of the bar)"
+        missed += verdict not in ("bar", "goal")
+        shown = str(hit["reached"]) if hit else "-"
+        table.add_row(target["group"], target["id"], str(target["bar"]), str(target.get("goal", "")), shown, hit["date"] if hit else "", verdict)
+    Console(width=150).print(table)
+    if args.write:
+        write_back(Path(args.targets), found)
+    print(f"{missed} of {table.row_count} targets missed or not measured")
+    return 1 if missed else 0

@@ -1,0 +1,112 @@
+"""`pagecast bench serve`: latency and throughput of a server over real gRPC, or of any OpenAI-compatible peer, under load."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagecast.bench import load, results
+
+WORDS = ["time", "river", "stone", "light", "paper", "green", "house", "window", "table", "summer", "night", "water", "music", "story", "number", "letter", "garden", "street", "silver", "north", "engine", "cloud", "apple", "winter", "orange", "market", "bridge", "forest", "yellow", "island"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="a running Pagecast server")
+    parser.add_argument("--peer-url", metavar="URL", help="also measure this OpenAI-compatible server, alternating")
+    parser.add_argument("--peer-only", action="store_true", help="measure only --peer-url")
+    parser.add_argument("--name", default="server", help="goes into the metric names")
+    parser.add_argument("--rate", action="append", type=float, help="requests a second; several give a curve (default: unbounded)")
+    parser.add_argument("--num-prompts", type=int, default=600)
+    parser.add_argument("--input-tokens", type=int, default=256, help="mean prompt length, in words of about one token")
+    parser.add_argument("--output-tokens", type=int, default=192, help="mean output length")
+    parser.add_argument("--range-ratio", type=float, default=0.6, help="lengths are uniform within mean x (1 +- ratio)")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--ttft-limit-ms", type=float, help="goodput counts requests within this")
+    parser.add_argument("--tpot-limit-ms", type=float, help="and this")
+    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw latency against rate")
+
+
+def make_asks(args: argparse.Namespace, rate: float | None, repetition: int) -> list[load.Ask]:
+    """Prompts of random words, different in every repetition, so that nothing is cached from the one before."""
+    rng = np.random.default_rng(1000 + repetition)
+
+    def lengths(mean: int) -> list[int]:
+        return rng.integers(max(1, round(mean * (1 - args.range_ratio))), round(mean * (1 + args.range_ratio)) + 1, args.num_prompts).tolist()
+
+    prompts = [f"{repetition}-{i} " + " ".join(rng.choice(WORDS, n)) for i, n in enumerate(lengths(args.input_tokens))]
+    return load.poisson_asks(prompts, lengths(args.output_tokens), rate, repetition)
+
+
+async def measure(args: argparse.Namespace, targets: dict[str, load.Target], rate: float | None) -> dict[str, dict[str, Any]]:
+    """Alternates the targets; returns per target the summary of the repetition with the median throughput."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in targets}
+    for repetition in range(args.repetitions):
+        asks = make_asks(args, rate, repetition)
+        for name, target in targets.items():
+            lines, seconds = await load.run_load(target, asks)
+            summary = load.summarize(lines, seconds, args.ttft_limit_ms, args.tpot_limit_ms)
+            if summary["failed"]:
+                print(f"{name}: {summary['failed']} of {summary['requests']} requests failed: {sorted({line.error for line in lines if line.error})}")
+            runs[name].append(summary)
+            ttft, tpot = summary["ttft_ms"].get("p50", 0), summary["tpot_ms"].get("p50", 0)
+            print(f"rate {rate or 'unbounded'} · {name}: {summary['out_tok_s']} tok/s, TTFT p50 {ttft:.1f} ms, TPOT p50 {tpot:.2f} ms", flush=True)
+    return {name: sorted(found, key=lambda run: run["out_tok_s"])[len(found) // 2] for name, found in runs.items()}
+
+
+async def measure_all(args: argparse.Namespace) -> list[tuple[float | None, dict[str, dict[str, Any]]]]:
+    targets: dict[str, load.Target] = {}
+    if not args.peer_only:
+        targets["pagecast"] = load.GrpcTarget(args.target)
+    if args.peer_url:
+        targets["peer"] = load.OpenAITarget(args.peer_url)
+    try:
+        for target in targets.values():  # connections, caches and lazy imports are not what is measured
+            await load.run_load(target, make_asks(args, None, 999)[:4])
+        return [(rate, await measure(args, targets, rate)) for rate in args.rate or [None]]
+    finally:
+        for target in targets.values():
+            await target.close()
+
+
+def metrics_of(name: str, points: list[tuple[float | None, dict[str, dict[str, Any]]]]) -> dict[str, float]:
+    """serve.NAME.RATE.ENGINE.FIGURE."""
+    metrics: dict[str, float] = {}
+    for rate, row in points:
+        for engine, summary in row.items():
+            start = f"serve.{name}.{rate or 'unbounded'}.{engine}"
+            metrics |= {f"{start}.{key}": summary[key] for key in ("out_tok_s", "req_s", "goodput_req_s", "failed", "tokens_per_message")}
+            for kind in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
+                metrics |= {f"{start}.{kind}.{key}": round(value, 3) for key, value in summary[kind].items()}
+    return metrics
+
+
+def plot(path: str, points: list[tuple[float | None, dict[str, dict[str, Any]]]]) -> None:
+    """p50 and p99 of TTFT and TPOT against the rate, one line an engine."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    rated = [(rate, row) for rate, row in points if rate]
+    for axis, kind in zip(axes, ("ttft_ms", "tpot_ms"), strict=True):
+        for engine in rated[0][1] if rated else ():
+            for share, style in (("p50", "-"), ("p99", "--")):
+                axis.plot([rate for rate, _ in rated], [row[engine][kind][share] for _, row in rated], style, marker="o", label=f"{engine} {share}")
+        axis.set(xlabel="requests a second", ylabel=kind.replace("_", " "), title=kind[:4].upper())
+        axis.legend()
+    figure.tight_layout()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def run(args: argparse.Namespace) -> int:
+    points = asyncio.run(measure_all(args))
+    path = results.write(args.json, f"serve-{args.name}", metrics_of(args.name, points), {"points": [{"rate": r, "engines": row} for r, row in points]})
+    if args.plot:
+        plot(args.plot, points)
+    print(f"written to {path}")
+    return 0 if all(summary["failed"] == 0 for _, row in points for summary in row.values()) else 1

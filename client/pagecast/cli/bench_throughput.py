@@ -1,0 +1,109 @@
+"""`pagecast bench throughput` and `pagecast bench latency`: whole workloads offline, ours beside peers, A-B-A-B in one command."""
+
+import argparse
+import statistics
+
+from pagecast.bench import model_shapes, results, workloads
+from pagecast.bench.engines import Engine, EngineOptions, Pagecast, Peer
+from pagecast.bench.progress import Progress
+
+WORKLOADS = ("chat", "seed64", "decode", "prefill", "prefix", "uniform64", "single", "short")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--random-weights", metavar="SHAPE", default="smol135m", help=f"model shape: {', '.join(model_shapes.SHAPES)}")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given several times (default: chat)")
+    parser.add_argument("--limit", type=int, help="only the first N requests of each workload")
+    parser.add_argument("--repetitions", type=int, default=3, help="timed repetitions of each engine; the median counts")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed repetitions before")
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of memory of each engine; with a peer both are resident")
+    parser.add_argument("--peer", choices=("vllm", "transformers"), help="measure this engine too, alternating with ours")
+    parser.add_argument("--peer-defaults", action="store_true", help="the peer at its own defaults")
+    parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further serve option of ours")
+    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
+
+
+def figures(seconds: list[float], tokens: int, work: list[tuple[list[int], int]]) -> dict[str, float]:
+    """Median figures of one engine on one workload."""
+    median = statistics.median(seconds)
+    prompt = sum(len(ids) for ids, _ in work)
+    return {
+        "s": round(median, 4), "out_tok_s": round(tokens / median, 1), "tot_tok_s": round((tokens + prompt) / median, 1),
+        "req_s": round(len(work) / median, 2), "ms_per_token": round(1e3 * median / max(tokens / len(work), 1), 3),
+        "spread": round((max(seconds) - min(seconds)) / median, 4),
+    }
+
+
+def measure(engines: list[Engine], workload: str, args: argparse.Namespace, progress: Progress) -> dict[str, dict[str, float]]:
+    """Runs `workload` on the engines in turn, repetition by repetition. Every timed run must give every token asked for."""
+    work = workloads.make(workload)[: args.limit]
+    wanted = sum(count for _, count in work)
+    seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    for repetition in range(args.warmup + args.repetitions):
+        for engine in engines:
+            took, tokens = engine.run(workload, repetition + 1, args.limit)
+            if tokens != wanted:
+                raise SystemExit(f"{engine.name} gave {tokens} tokens on {workload}, not {wanted}")
+            if repetition >= args.warmup:
+                seconds[engine.name].append(took)
+            progress.advance(f"{workload} · {engine.name} {took:.2f} s")
+    return {name: figures(taken, wanted, work) for name, taken in seconds.items()}
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.repetitions < 3:
+        print("note: fewer than three repetitions; the median is not to be published")
+    options = EngineOptions(
+        args.random_weights, args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.max_model_len,
+        args.peer_defaults, tuple(args.set),
+    )
+    chosen = args.workload or ["chat"]
+    engines: list[Engine] = []
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    try:
+        if not args.peer_only:
+            engines.append(Pagecast(options))
+        if args.peer:
+            engines.append(Peer(args.peer, options, args.json))
+        progress = Progress(len(chosen) * len(engines) * (args.warmup + args.repetitions))
+        for workload in chosen:
+            table[workload] = measure(engines, workload, args, progress)
+        progress.close()
+    finally:
+        for engine in engines:
+            engine.close()
+    suffix = "-defaults" if args.peer_defaults else ""
+    given = vars(options) | {"extra": list(options.extra)}
+    path = results.write(args.json, f"throughput-{args.random_weights}{suffix}", metrics_of(args, table), {"workloads": table, "options": given})
+    show(table)
+    print(f"written to {path}")
+    return 0
+
+
+def metrics_of(args: argparse.Namespace, table: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+    """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time."""
+    metrics = {}
+    for load, row in table.items():
+        start = f"throughput.{args.random_weights}.{load}"
+        for engine, cells in row.items():
+            name = f"{engine}-defaults" if args.peer_defaults and engine == args.peer else engine
+            metrics |= {f"{start}.{name}.{key}": value for key, value in cells.items()}
+        if args.peer and not args.peer_only and not args.peer_defaults:
+            metrics[f"{start}.ratio_{args.peer}"] = round(row[args.peer]["s"] / row["pagecast"]["s"], 3)
+    return metrics
+
+
+def show(table: dict[str, dict[str, dict[str, float]]]) -> None:
+    """The result as a table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table("workload", "engine", "s", "out tok/s", "total tok/s", "req/s", "ms/token", "spread")
+    for load, row in table.items():
+        for engine, cells in row.items():
+            out.add_row(load, engine, *(str(cells[key]) for key in ("s", "out_tok_s", "tot_tok_s", "req_s", "ms_per_token", "spread")))
+    Console(width=120).print(out)
