@@ -1,0 +1,75 @@
+"""`pagecast COMMAND ...`: finds the command, loads its module alone, runs it, and turns what went wrong into one line and an exit code."""
+
+import os
+import sys
+from importlib import import_module
+
+from pagecast.cli.parser import Parser
+from pagecast.errors import PagecastError
+
+COMMANDS = {
+    "serve": "start a whole cluster on this host: front end(s), scheduler, worker(s)",
+    "frontend": "start one front end: gRPC to clients, no model",
+    "scheduler": "start the scheduler: block table and batching, no torch",
+    "worker": "start one worker: a rank of the model",
+    "generate": "ask a server for one answer and stream it",
+    "chat": "talk to a server",
+    "status": "health, model and load of a server",
+    "demo": "start a cluster, ask three questions at once, show the streams side by side",
+    "bench": "measure: the scheduler, kernels, the CPU backend beside transformers, ...",
+    "replay": "run a recording of a scheduler again",
+    "version": "versions of Pagecast and of what it runs on",
+}
+"""Every command and what it does. Its code is in the module of that name beside this file; the three roles are in roles.py."""
+
+_ROLES = ("frontend", "scheduler", "worker")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line. Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if words else 2
+    command, rest = ("version" if words[0] == "--version" else words[0]), words[1:]
+    if command not in COMMANDS:
+        print(f"pagecast: no command {command!r}; see `pagecast --help`", file=sys.stderr)
+        return 2
+    return _run(command, rest)
+
+
+def overview() -> str:
+    """The text of `pagecast --help`."""
+    lines = ["usage: pagecast COMMAND [options]", "", "Serves large language models over gRPC.", "", "commands:"]
+    lines += [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
+    return "\n".join([*lines, "", "`pagecast COMMAND --help` lists a command's options."])
+
+
+def _run(command: str, rest: list[str]) -> int:
+    parser = Parser(f"pagecast {command}", COMMANDS[command])
+    try:
+        if command in _ROLES:
+            roles = import_module("pagecast.cli.roles")
+            roles.add_arguments(parser, command)
+            return int(roles.run(parser.parse_args(rest), command))
+        module = import_module(f"pagecast.cli.{command}")
+        module.add_arguments(parser)
+        return int(module.run(parser.parse_args(rest)))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except PagecastError as error:
+        print(f"pagecast {command}: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0].startswith("pagecast"):
+            raise
+        print(f"pagecast {command}: needs the package {error.name}; install it with: pip install 'pagecast[serve]'", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

