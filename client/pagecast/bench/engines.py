@@ -62,7 +62,7 @@ class Pagecast:
             settings[key.replace("-", "_")] = json.loads(value) if value[:1] in "0123456789tf-[" else value
         if options.shape in model_shapes.SHAPES:
             settings["random_weights"] = model_shapes.write(options.shape, self._folder.name)
-            self.vocab_size = int(model_shapes.SHAPES[options.shape]["vocab_size"])
+            self.vocab_size = int(str(model_shapes.SHAPES[options.shape]["vocab_size"]))
         else:
             settings["model"] = options.shape
             self.vocab_size = workloads.VOCAB

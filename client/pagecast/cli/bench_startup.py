@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         serving, first = one_start(args)
         starts.append({"serving_s": round(serving, 2), "first_token_s": round(first, 2)})
         print(f"start {number + 1}: serving after {serving:.2f} s, first token after {first:.2f} s", flush=True)
-    metrics = {f"startup.{name}.{which}.{key}": value for which, start in (("first", starts[0]), ("last", starts[-1])) for key, value in start.items()}
+    named = (("first", starts[0]), ("last", starts[-1]))
+    metrics = {f"startup.{name}.{which}.{key}": value for which, start in named for key, value in start.items()}
     print(f"written to {results.write(args.json, f'startup-{name}', metrics, {'starts': starts})}")
     return 0

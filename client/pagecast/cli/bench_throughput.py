@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of memory of each engine; with a peer both are resident")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each engine; a peer is resident too")
     parser.add_argument("--peer", choices=("vllm", "transformers"), help="measure this engine too, alternating with ours")
     parser.add_argument("--peer-defaults", action="store_true", help="the peer at its own defaults")
     parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
             engine.close()
     suffix = "-defaults" if args.peer_defaults else ""
     given = vars(options) | {"extra": list(options.extra)}
-    path = results.write(args.json, f"throughput-{args.random_weights}{suffix}", metrics_of(args, table), {"workloads": table, "options": given})
+    details = {"workloads": table, "options": given}
+    path = results.write(args.json, f"throughput-{args.random_weights}{suffix}", metrics_of(args, table), details)
     show(table)
     print(f"written to {path}")
     return 0

@@ -1,0 +1,85 @@
+"""The bench's own arithmetic: shifted workloads, latency figures, verdicts."""
+
+import argparse
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pagecast.bench import load, results, workloads
+from pagecast.bench.engines import shifted
+from pagecast.cli import bench_report, bench_serve, bench_throughput
+
+TARGETS = Path(__file__).parents[2] / "benchmarks" / "targets.toml"
+
+
+def test_shift_keeps_lengths_and_leaves_no_shared_block() -> None:
+    first, second = shifted("prefix", 1, 49152, 4), shifted("prefix", 2, 49152, 4)
+    assert [(len(prompt), count) for prompt, count in first] == [(len(prompt), count) for prompt, count in second]
+    assert all(a[:16] != b[:16] for (a, _), (b, _) in zip(first, second, strict=True))
+    assert all(10 <= token < workloads.VOCAB for prompt, _ in second for token in prompt)
+    assert first[0][0][:2048] == first[1][0][:2048]  # what one repetition shares stays shared
+
+
+def test_percentiles_interpolate() -> None:
+    found = results.percentiles([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (found["mean"], found["p50"], found["p90"]) == (3.0, 3.0, pytest.approx(4.6))
+    assert results.percentiles([]) == {}
+
+
+def test_latency_figures_count_from_the_scheduled_arrival_and_split_coalesced_messages() -> None:
+    line = load.Timeline(scheduled=1.0, marks=[(1.5, 1), (1.7, 4)])
+    late = load.Timeline(scheduled=0.0, error="ServerError")
+    found = load.summarize([line, late], 2.0, ttft_limit_ms=600, tpot_limit_ms=40)
+    assert found["failed"] == 1
+    assert found["ttft_ms"]["p50"] == pytest.approx(500)
+    assert found["tpot_ms"]["p50"] == pytest.approx(50)
+    assert found["itl_ms"]["p99"] == pytest.approx(50)
+    assert found["tokens_per_message"] == 2.5
+    assert found["goodput_req_s"] == 0.0  # TPOT limit missed
+
+
+def test_poisson_arrivals_have_the_asked_rate() -> None:
+    asks = load.poisson_asks(["a"] * 4000, [1] * 4000, 20.0, seed=3)
+    assert asks[-1].arrival == pytest.approx(200, rel=0.1)
+    assert {ask.arrival for ask in load.poisson_asks(["a"] * 3, [1] * 3, None, seed=3)} == {0.0}
+
+
+def test_every_target_has_what_the_report_needs() -> None:
+    targets = tomllib.loads(TARGETS.read_text())["target"]
+    assert len({target["id"] for target in targets}) == len(targets)
+    assert all({"group", "id", "metric", "bar", "direction"} <= target.keys() for target in targets)
+
+
+@pytest.mark.parametrize(("value", "code"), [(12.0, 0), (9.0, 1), (None, 1)])
+def test_report_is_red_while_a_bar_is_missed_or_unmeasured(tmp_path: Path, value: float | None, code: int) -> None:
+    targets = tmp_path / "targets.toml"
+    targets.write_text('[[target]]\ngroup = "g"\nid = "x"\nmetric = "m.x"\nbar = 10\ngoal = 20\ndirection = "min"\n')
+    if value is not None:
+        results.write(str(tmp_path / "results"), "x", {"m.x": value}, {})
+    args = argparse.Namespace(targets=str(targets), results=str(tmp_path / "results"), group=None, write=True)
+    assert bench_report.run(args) == code
+    recorded = tomllib.loads(targets.read_text())["target"][0]
+    assert recorded.get("reached") == value
+
+
+def test_metric_names_carry_the_ratio_to_the_peer() -> None:
+    args = argparse.Namespace(random_weights="llama8b", peer="vllm", peer_only=False, peer_defaults=False)
+    work = [([1] * 10, 20)]
+    table = {"chat": {"pagecast": bench_throughput.figures([2.0, 1.0, 3.0], 20, work), "vllm": bench_throughput.figures([4.0] * 3, 20, work)}}
+    metrics = bench_throughput.metrics_of(args, table)
+    assert metrics["throughput.llama8b.chat.ratio_vllm"] == 2.0
+    assert metrics["throughput.llama8b.chat.pagecast.out_tok_s"] == 10.0
+
+
+def test_plot_is_drawn(tmp_path: Path) -> None:
+    line = load.Timeline(0.0, [(0.1, 1), (0.2, 1)])
+    row = {"pagecast": load.summarize([line], 1.0, None, None)}
+    bench_serve.plot(str(tmp_path / "curve.png"), [(1.0, row), (2.0, row)])
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_result_files_say_how_to_run_them_again(tmp_path: Path) -> None:
+    record = json.loads(results.write(str(tmp_path), "n", {"a": 1.0}, {}).read_text())
+    assert {"command", "date", "machine", "versions", "metrics"} <= record.keys()
