@@ -1,0 +1,316 @@
+"""Plain torch twins of every operator: what the Triton kernels are tested against, and the CPU backend's speed path.
+
+Each function has the name, arguments and meaning of its Triton launcher (see `triton_ops`). Arithmetic is float32, or float64
+where the inputs are float64, and is rounded once at the end. Twins may wait for the device and may allocate by value; the
+Triton launchers may not.
+
+Terms. T tokens of a step; B or N sequences of a step; H hidden size; I intermediate size; V vocabulary; D head size; Hq and Hkv
+query and KV heads, Hq a multiple of Hkv. KV caches are [num_blocks, Hkv, block_size, D] per layer.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+
+
+def _accurate(x: Tensor) -> Tensor:
+    """x in the type that arithmetic is done in: float64 stays, everything else becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _give(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """value rounded to dtype; written into out where the caller gave one."""
+    return value.to(dtype) if out is None else out.copy_(value)
+
+
+# --- norms, activations, products ----------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x[T, H] / sqrt(mean(x²) + eps) · weight[H] (Zhang and Sennrich 2019)."""
+    wide = _accurate(x)
+    return _give(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * _accurate(weight), out, x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """residual[T, H] += x[T, H] in place; returns rms_norm of the sum, which is taken before it is rounded to residual's dtype."""
+    total = _accurate(x) + _accurate(residual)
+    residual.copy_(total)
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * _accurate(weight)
+    return _give(normed, out, x.dtype)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) · up for gate_up[T, 2I] = gate | up. Returns [T, I]."""
+    gate, up = _accurate(gate_up).chunk(2, -1)
+    return _give(F.silu(gate) * up, out, gate_up.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """x[M, K] · weight[N, K]ᵀ. Returns [M, N] in x's dtype."""
+    return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+
+
+def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu_mul(linear(x[M, K], weight[2I, K])), rounded once. Returns [M, I]."""
+    return silu_mul(F.linear(x, weight), out)
+
+
+def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, out: Tensor | None = None) -> Tensor:
+    """weight[id - start] for token_ids int[T]; zeros outside [start, start + len(weight)): vocabulary shards add up."""
+    local = token_ids.long() - start
+    held = (local >= 0) & (local < weight.shape[0])
+    return _give(weight[local.where(held, 0)] * held.unsqueeze(-1), out, weight.dtype)
+
+
+# --- KV cache --------------------------------------------------------------------------------------------------------------------
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """NeoX rotation: the first half of a head pairs with its second half. x[T, heads, D]; cos, sin [T, 1, D/2]."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    out_q: Tensor | None = None,
+) -> Tensor:
+    """Normalise each head of q and k where weights [D] are given, rotate both, write k and v to their slots. Returns q[T, Hq, D].
+
+    qkv[T, (Hq + 2·Hkv)·D]; cos_sin[max_pos, D] float32, cosines in the first half and sines in the second; positions int32[T];
+    slot_mapping int64[T] is block · block_size + offset, and a negative slot writes nothing.
+    """
+    heads = _accurate(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    cos, sin = cos_sin[positions.long()].to(heads.dtype).unsqueeze(1).chunk(2, -1)
+    slots, tokens = slot_mapping.long(), torch.arange(qkv.shape[0], device=qkv.device)
+    if bool((slots < 0).any()):
+        tokens = tokens[slots >= 0]
+        slots = slots[tokens]
+    block, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
+    k_cache[block, :, offset] = _rotate(k, cos, sin)[tokens].to(k_cache.dtype)
+    v_cache[block, :, offset] = v[tokens].to(v_cache.dtype)
+    return _give(_rotate(q, cos, sin), out_q, qkv.dtype)
+
+
+def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copy whole blocks src[i] to dst[i] (int[n]) in one layer's caches. No block may be both source and destination, unless of itself."""
+    for cache in (k_cache, v_cache):
+        cache[dst.long()] = cache[src.long()]
+
+
+# --- attention -------------------------------------------------------------------------------------------------------------------
+
+
+def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
+    """The tokens of blocks int[n, m] of a cache, in order: [n, Hkv, m·block_size, D], a copy."""
+    n, m = blocks.shape
+    _, heads, size, dim = cache.shape
+    return cache[blocks].transpose(1, 2).reshape(n, heads, m * size, dim)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
+    """softmax(scale · q kᵀ, soft-capped) v over the tokens seen; rows that see nothing give zeros.
+
+    q[..., R, D], k and v [..., S, D] in the arithmetic type; seen bool, broadcastable to [..., R, S]. v must be finite.
+    """
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(~seen, 0.0)
+    return weights @ v
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    workspace: object = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One query token per sequence against its paged KV. Returns [B, Hq, D].
+
+    q[B, Hq, D]; block_table int32[max_rows, max_blocks]; rows int32[B] picks its rows; seq_lens int32[B] counts tokens, the
+    current one included, and 0 marks a padding row, which gives zeros. window > 0: only the last `window` tokens are seen.
+    """
+    batch, num_heads, dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    blocks = max(-(-int(seq_lens.max()) // block_size), 1) if batch else 1
+    token = torch.arange(blocks * block_size, device=q.device)
+    lens = seq_lens.long().unsqueeze(1)
+    seen = token < lens
+    if window:
+        seen &= token >= lens - window
+    used = torch.arange(blocks, device=q.device) * block_size < lens
+    table = block_table[rows.long(), :blocks].long().where(used, 0)
+    hidden = ~seen[:, None, :, None]
+    # Slots past the end may hold anything, NaN included, and 0 · NaN is NaN.
+    k = _accurate(_gather(k_cache, table)).masked_fill_(hidden, 0.0)
+    v = _accurate(_gather(v_cache, table)).masked_fill_(hidden, 0.0)
+    grouped = _accurate(q).view(batch, num_kv_heads, num_heads // num_kv_heads, dim)
+    result = _attend(grouped, k, v, seen[:, None, None, :], scale, softcap)
+    return _give(result.reshape(batch, num_heads, dim), out, q.dtype)
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """A chunk of query tokens per sequence against its paged KV, causally. Returns [T, Hq, D].
+
+    q[T, Hq, D] holds the chunks end to end: sequence n owns query_start_loc[n] .. query_start_loc[n + 1] (int32[N + 1]).
+    seq_lens int32[N] counts context and chunk, so the chunk's last token sits at position seq_lens[n] - 1. Tokens of q that no
+    sequence owns are left alone in `out`, and are zeros where there is none. max_query_len bounds the chunk lengths.
+    """
+    del max_query_len  # only the launcher needs it, for its grid
+    result = torch.zeros_like(q) if out is None else out
+    group = q.shape[1] // k_cache.shape[1]
+    starts, lens, row = query_start_loc.tolist(), seq_lens.tolist(), rows.tolist()
+    for n, seq_len in enumerate(lens):
+        begin, end = starts[n], starts[n + 1]
+        if begin == end:
+            continue
+        blocks = block_table[row[n], : -(-seq_len // k_cache.shape[2])].long().unsqueeze(0)
+        k, v = (_accurate(_gather(cache, blocks)[0, :, :seq_len]).repeat_interleave(group, 0) for cache in (k_cache, v_cache))
+        query = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
+        token = torch.arange(seq_len, device=q.device)
+        seen = token <= query
+        if window:
+            seen &= token > query - window
+        chunk = _accurate(q[begin:end]).transpose(0, 1)
+        if softcap:
+            attended = _attend(chunk, k, v, seen, scale, softcap)
+        else:
+            attended = F.scaled_dot_product_attention(chunk[None], k[None], v[None], attn_mask=seen, scale=scale)[0]
+        result[begin:end] = attended.transpose(0, 1).to(q.dtype)
+    return result
+
+
+# --- sampling --------------------------------------------------------------------------------------------------------------------
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011). All words are int64 tensors holding 32 unsigned bits, broadcastable together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of two 32-bit words wraps in int64 but keeps its 64 bits; the mask undoes the sign of the shift.
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (high >> 32 & _MASK32) ^ c1 ^ k0, high & _MASK32, (low >> 32 & _MASK32) ^ c3 ^ k1, low & _MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(seeds: Tensor, sequence: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """float32[B, V]: the Gumbel noise of token v is a function of (seed, sequence, position, v) alone.
+
+    Philox key: the seed's low and high words; counter: (position, sequence, v // 4, 0), word v % 4. Uniform
+    u = (word >> 9 + ½)·2⁻²³ lies strictly between 0 and 1, and noise is -log(-log u).
+    """
+    quads = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
+    column = [x.long().unsqueeze(1) & _MASK32 for x in (positions, sequence, seeds, seeds.long() >> 32)]
+    words = torch.stack(philox((column[0], column[1], quads, torch.zeros_like(quads)), (column[2], column[3])), -1)
+    uniform = ((words.flatten(1)[:, :vocab_size] >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def keep_mask(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """bool[B, V]: the tokens that sampling may choose, given scaled[B, V] = logits / temperature.
+
+    top_k (0 off): logits at least as large as the k-th largest. top_p (1 off): of those, the fewest most probable whose
+    renormalised probability reaches top_p. min_p (0 off): probability at least min_p times the largest. Tokens that tie with
+    the last one kept are kept too, so the set does not depend on order.
+    """
+    ordered = scaled.sort(-1, descending=True).values
+    vocab = scaled.shape[1]
+    k = top_k.long().where(top_k > 0, vocab).clamp(max=vocab)
+    rank = torch.arange(vocab, device=scaled.device)
+    in_k = ordered >= ordered.gather(1, (k - 1).unsqueeze(1))
+    probs = torch.softmax(ordered.masked_fill(~in_k, -torch.inf), -1)
+    before = probs.cumsum(-1) - probs
+    in_p = in_k & ((before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1) | (rank == 0))
+    cut = ordered.gather(1, in_p.sum(-1, keepdim=True) - 1)
+    floor = ordered[:, :1] + torch.log(min_p).unsqueeze(1)
+    return (scaled >= cut) & (scaled >= floor)
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One token per row of logits[B, V]. Returns int32[B].
+
+    temperature float32[B], 0 or top_k 1 being greedy (the largest logit, the lowest id on ties); top_k int32[B], top_p and
+    min_p float32[B] as in `keep_mask`; seeds int64[B] holding 64 unsigned bits; sequence and positions int32[B]. Otherwise the
+    token is argmax(logits / temperature + gumbel_noise) over the kept set. -1 where a row's largest logit is NaN or infinite.
+    """
+    wide = _accurate(logits)
+    best, tokens = wide.max(-1)
+    tokens = (wide == best.unsqueeze(1)).int().argmax(-1)  # the first of equals
+    random = torch.nonzero((temperature > 0) & (top_k != 1)).flatten()
+    if random.numel():
+        # Relative to the largest logit, so that a tiny temperature cannot overflow.
+        scaled = (wide[random] - best[random].unsqueeze(1)) / temperature[random].unsqueeze(1)
+        limits = (top_k[random], top_p[random], min_p[random])
+        if bool(((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)).any()):
+            scaled = scaled.masked_fill(~keep_mask(scaled, *limits), -torch.inf)
+        noise = gumbel_noise(seeds[random], sequence[random], positions[random], logits.shape[1])
+        tokens[random] = (scaled + noise).argmax(-1)
+    return _give(tokens.where(best.isfinite(), -1), out, torch.int32)
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log-softmax of logits[B, V]: of the tokens int32[B] → float32[B], and of the `num` largest → ids int32[B, num], float32[B, num].
+
+    Largest first; of equals the lowest id first.
+    """
+    wide = _accurate(logits)
+    norm = torch.logsumexp(wide, -1, keepdim=True)
+    chosen = wide.gather(1, tokens.long().unsqueeze(1)) - norm
+    ordered = wide.sort(stable=True, dim=-1, descending=True)
+    return chosen.squeeze(1).float(), ordered.indices[:, :num].int(), (ordered.values[:, :num] - norm).float()
