@@ -1,0 +1,93 @@
+"""Turns the API's answer messages into this package's values."""
+
+from google.protobuf.duration_pb2 import Duration
+
+from pagecast import types
+from pagecast.v1 import generation_pb2 as pb
+from pagecast.v1 import model_pb2, runtime_pb2
+
+_REASONS: dict[int, types.FinishReason] = {1: "stop", 2: "length", 3: "time_limit"}
+_PHASES: dict[int, types.Phase] = {1: "queued", 2: "prefilling", 3: "decoding", 4: "paused_slow_consumer", 5: "recovering", 6: "stalled"}
+_STATES: dict[int, types.ServingState] = {1: "starting", 2: "serving", 3: "recovering", 4: "stalled", 5: "draining"}
+
+
+def event(message: pb.StreamEvent) -> types.Event | None:
+    """The event as a value; None for a kind that this version does not know, which a client is to pass over."""
+    kind = message.WhichOneof("event")
+    if kind == "tokens":
+        new = message.tokens
+        return types.Tokens(message.seq, new.sequence_index, new.first_token_offset, tuple(new.token_ids), new.text)
+    if kind == "accepted":
+        got = message.accepted
+        return types.Accepted(
+            message.seq, got.request_id, got.model, got.model_digest, got.prompt_tokens, got.queue_position, effective(got.effective)
+        )
+    if kind == "progress":
+        now = message.progress
+        return types.Progress(
+            message.seq, _PHASES.get(now.phase, "unspecified"), now.queue_position, now.prefill_done, now.prefill_total,
+            now.cached_prompt_tokens, seconds(now.elapsed),
+        )
+    if kind == "sequence_finished":
+        end = message.sequence_finished
+        reason = _REASONS.get(end.reason, "unspecified")
+        return types.SequenceFinished(message.seq, end.sequence_index, reason, matched(end), usage(end.usage))
+    if kind == "completed":
+        done = message.completed
+        return types.Completed(message.seq, usage(done.usage), timings(done.timings), done.num_recoveries)
+    return None
+
+
+def generation(message: pb.GenerateResponse) -> types.Generation:
+    """A whole result."""
+    sequences = tuple(
+        types.Sequence(s.sequence_index, s.text, tuple(s.token_ids), _REASONS.get(s.reason, "unspecified"), matched(s), usage(s.usage))
+        for s in message.sequences
+    )
+    return types.Generation(
+        message.request_id, message.model, message.model_digest, effective(message.effective), sequences, usage(message.usage),
+        timings(message.timings), message.num_recoveries,
+    )
+
+
+def effective(message: pb.EffectiveParameters) -> types.Effective:
+    return types.Effective(
+        message.temperature, message.top_k, message.top_p, message.min_p, message.seed, message.max_output_tokens, message.min_output_tokens
+    )
+
+
+def usage(message: pb.Usage) -> types.Usage:
+    return types.Usage(message.prompt_tokens, message.cached_prompt_tokens, message.output_tokens, message.recomputed_tokens)
+
+
+def timings(message: pb.Timings) -> types.Timings:
+    return types.Timings(seconds(message.queue), seconds(message.first_token), seconds(message.total))
+
+
+def matched(message: pb.SequenceFinishedEvent | pb.GeneratedSequence) -> str | int | None:
+    """The stop text or stop token id that ended a sequence."""
+    kind = message.WhichOneof("matched_stop")
+    if kind is None:
+        return None
+    return message.stop_text if kind == "stop_text" else message.stop_token_id
+
+
+def seconds(message: Duration) -> float:
+    return message.seconds + message.nanos / 1e9
+
+
+def model(message: model_pb2.Model) -> types.Model:
+    """A served model with its limits."""
+    known = message.capabilities
+    limits = types.Limits(**{name: getattr(message.limits, name) for name in types.Limits.__dataclass_fields__})
+    return types.Model(
+        message.name, message.architecture, message.digest, message.dtype, message.num_parameters, message.vocab_size,
+        message.kv_bytes_per_token, message.quantization, tuple(message.end_token_ids), limits,
+        known.chat if known.HasField("chat") else None, known.prefix_cache if known.HasField("prefix_cache") else None,
+    )
+
+
+def load(message: runtime_pb2.GetLoadResponse) -> types.Load:
+    """How busy an instance is."""
+    values = {name: getattr(message, name) for name in types.Load.__dataclass_fields__ if name != "state"}
+    return types.Load(state=_STATES.get(message.state, "unspecified"), **values)

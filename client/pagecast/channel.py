@@ -1,0 +1,65 @@
+"""How a channel is made: addresses, retry policy, and the health method. Shared by the synchronous and the asynchronous client."""
+
+import ipaddress
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
+
+from pagecast import types
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [{
+        "name": [{}],
+        # Only before the first message of an answer (gRFC A6), and only for the one status that says "not here, not now".
+        "retryPolicy": {
+            "maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "2s", "backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE"],
+        },
+    }],
+}
+
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+# HealthCheckRequest is {string service = 1} and HealthCheckResponse {enum status = 1}: on the wire the same as these two well-known
+# messages, so that checking health needs no further package.
+HEALTH_REQUEST, HEALTH_RESPONSE = StringValue, UInt32Value
+_HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
+
+
+def health_status(message: UInt32Value) -> types.HealthStatus:
+    return _HEALTH.get(message.value, "UNKNOWN")
+
+
+def target_of(endpoints: str | Sequence[str]) -> str:
+    """One gRPC target for one endpoint or several. An endpoint is HOST:PORT, unix:PATH, or any gRPC target.
+
+    Raises ValueError for several endpoints that are not IP addresses of one family, which gRPC cannot balance over by itself.
+    """
+    if isinstance(endpoints, str):
+        return endpoints
+    if len(endpoints) == 1:
+        return endpoints[0]
+    families = set()
+    for endpoint in endpoints:
+        host = endpoint.rpartition(":")[0].strip("[]")
+        try:
+            families.add(ipaddress.ip_address(host).version)
+        except ValueError:
+            raise ValueError(f"several endpoints must be IP addresses with ports; {endpoint!r} is not") from None
+    if len(families) != 1:
+        raise ValueError("several endpoints must be of one family, IPv4 or IPv6, and at least one must be given")
+    return f"ipv{families.pop()}:{','.join(endpoints)}"
+
+
+def channel_options(extra: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, Any]]:
+    """Channel arguments: retries, round robin, keepalive that notices a peer that hangs, and room for long answers."""
+    return [
+        ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+        ("grpc.max_receive_message_length", 64 << 20),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        *extra,
+    ]

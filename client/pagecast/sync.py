@@ -1,0 +1,149 @@
+"""Client: the API for programs without an event loop, over grpc's synchronous interface. Safe to share between threads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from pagecast import answers, channel, requests, types
+from pagecast.errors import from_rpc
+from pagecast.sampling import SamplingParams
+from pagecast.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    runtime_pb2,
+    runtime_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
+
+T = TypeVar("T")
+
+
+class Stream:
+    """The events of one request. Iterate it; leaving early, `cancel()` or dropping it ends the request on the server.
+
+    Raises an RpcError of pagecast.errors where the call fails.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._messages: Iterator[generation_pb2.GenerateStreamResponse] = iter(call)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> types.Event:
+        while True:
+            try:
+                message = next(self._messages)
+            except grpc.RpcError as error:
+                raise from_rpc(error) from None
+            event = answers.event(message.event)
+            if event is not None:
+                return event
+
+    def cancel(self) -> None:
+        """End the request; its blocks on the server are freed. Harmless after the end."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+class Client:
+    """One connection to a server, or to several alike; best as `with Client() as client`.
+
+    endpoints: HOST:PORT, unix:PATH, or several IP:PORT to spread over. credentials: for TLS. metadata: sent with every call, e.g.
+    [("authorization", "Bearer ...")].
+    """
+
+    def __init__(
+        self, endpoints: str | Sequence[str] = channel.DEFAULT_TARGET, *, credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str]] = (), options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        target, arguments = channel.target_of(endpoints), channel.channel_options(options)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, arguments)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, arguments)
+        self._metadata = tuple(metadata)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
+        self._health = self._channel.unary_unary(
+            channel.HEALTH_METHOD, request_serializer=channel.HEALTH_REQUEST.SerializeToString, response_deserializer=channel.HEALTH_RESPONSE.FromString
+        )
+
+    def stream(self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]) -> Stream:
+        """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
+        spec = requests.generation_spec(prompt, sampling, options)
+        request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
+        return Stream(self._generation.GenerateStream(request, timeout=options.get("timeout"), metadata=self._metadata))
+
+    def generate(
+        self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
+    ) -> types.Generation:
+        """Generate and return the whole result."""
+        request = generation_pb2.GenerateRequest(spec=requests.generation_spec(prompt, sampling, options))
+        return answers.generation(self._ask(self._generation.Generate, request, options.get("timeout")))
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
+        """Token ids of `text`, as generation sees them."""
+        request = tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        return tuple(self._ask(self._tokenizer.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
+        """Text of `token_ids`."""
+        request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self._ask(self._tokenizer.Detokenize, request).text
+        return text
+
+    def render_chat(self, messages: requests.Chat, *, model: str = "") -> types.RenderedChat:
+        """What a conversation becomes under the model's own template."""
+        request = tokenizer_pb2.RenderChatRequest(model=model, chat=requests.chat_prompt(messages))
+        answer = self._ask(self._tokenizer.RenderChat, request)
+        return types.RenderedChat(answer.text, tuple(answer.token_ids))
+
+    def models(self, *, timeout: float | None = None) -> tuple[types.Model, ...]:
+        """The models served."""
+        return tuple(map(answers.model, self._ask(self._models.ListModels, model_pb2.ListModelsRequest(), timeout).models))
+
+    def load(self, *, timeout: float | None = None) -> types.Load:
+        """How busy the instance that answers is."""
+        return answers.load(self._ask(self._runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
+
+    def server_info(self) -> types.ServerInfo:
+        """Which server answers."""
+        answer = self._ask(self._runtime.GetServerInfo, runtime_pb2.GetServerInfoRequest())
+        return types.ServerInfo(answer.version, answer.instance_id, answer.epoch)
+
+    def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
+        """grpc.health.v1 status of the server, or of one service."""
+        return channel.health_status(self._ask(self._health, channel.HEALTH_REQUEST(value=service), timeout))
+
+    def close(self) -> None:
+        """Close the connection; calls under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, method: Callable[..., T], request: Any, timeout: float | None = None) -> T:
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None

@@ -1,0 +1,222 @@
+"""What calls return, as frozen values. Times are seconds. Field names are the API's; nothing here knows gRPC."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "time_limit", "unspecified"]
+Phase = Literal["queued", "prefilling", "decoding", "paused_slow_consumer", "recovering", "stalled", "unspecified"]
+ServingState = Literal["starting", "serving", "recovering", "stalled", "draining", "unspecified"]
+HealthStatus = Literal["UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation. role: "system", "user", "assistant", or another that the model's template knows."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The sampling values that are really used, defaults applied. seed is the one drawn if none was given."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. recomputed_tokens were computed again after a preemption or recovery and are never billed."""
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds since the request was accepted: until it first ran, until its first token, until its end."""
+
+    queue: float
+    first_token: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First event of a stream: the request is in the queue."""
+
+    seq: int
+    request_id: str
+    model: str
+    model_digest: str
+    prompt_tokens: int
+    queue_position: int
+    effective: Effective
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Nothing new to read, but the request lives. elapsed: seconds since accepted."""
+
+    seq: int
+    phase: Phase
+    queue_position: int
+    prefill_done: int
+    prefill_total: int
+    cached_prompt_tokens: int
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New output of one sequence: token ids from offset first_token_offset on, and text that is always complete characters."""
+
+    seq: int
+    sequence_index: int
+    first_token_offset: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """One sequence is complete. matched_stop: the stop text or stop token id that ended it, None for another reason."""
+
+    seq: int
+    sequence_index: int
+    reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Last event of a stream that ended well."""
+
+    seq: int
+    usage: Usage
+    timings: Timings
+    num_recoveries: int
+
+
+Event = Accepted | Progress | Tokens | SequenceFinished | Completed
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One whole output."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    matched_stop: str | int | None
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The whole result of a request."""
+
+    request_id: str
+    model: str
+    model_digest: str
+    effective: Effective
+    sequences: tuple[Sequence, ...]
+    usage: Usage
+    timings: Timings
+    num_recoveries: int
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.sequences[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Token ids of the first sequence."""
+        return self.sequences[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """What a conversation becomes under the model's template."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Every limit that the server enforces on a request; the names are ModelLimits' in model.proto."""
+
+    max_model_len: int
+    max_pool_tokens: int
+    max_stop_texts: int
+    max_stop_text_bytes: int
+    max_stop_token_ids: int
+    max_request_id_length: int
+    max_message_bytes: int
+    max_temperature: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    max_chat_messages: int
+    max_cache_scope_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model. chat and prefix_cache: None if the server does not say."""
+
+    name: str
+    architecture: str
+    digest: str
+    dtype: str
+    num_parameters: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    quantization: str
+    end_token_ids: tuple[int, ...]
+    limits: Limits
+    chat: bool | None
+    prefix_cache: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an instance is. kv_utilization: referenced share of the block pool, 0 to 1."""
+
+    instance_id: str
+    epoch: int
+    state: ServingState
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_referenced: int
+    num_blocks_cached: int
+    kv_utilization: float
+    prefix_tokens_asked: int
+    prefix_tokens_hit: int
+    num_preemptions: int
+    num_recoveries: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Which server answers."""
+
+    version: str
+    instance_id: str
+    epoch: int
