@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
             verdict = f"missed ({hit['reached'] / target['bar']:.2f}x of the bar)"
         missed += verdict not in ("bar", "goal")
         shown = str(hit["reached"]) if hit else "-"
-        table.add_row(target["group"], target["id"], str(target["bar"]), str(target.get("goal", "")), shown, hit["date"] if hit else "", verdict)
+        goal, date = str(target.get("goal", "")), hit["date"] if hit else ""
+        table.add_row(target["group"], target["id"], str(target["bar"]), goal, shown, date, verdict)
     Console(width=150).print(table)
     if args.write:
         write_back(Path(args.targets), found)
