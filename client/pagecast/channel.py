@@ -22,11 +22,20 @@ SERVICE_CONFIG = {
     }],
 }
 
-HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-# HealthCheckRequest is {string service = 1} and HealthCheckResponse {enum status = 1}: on the wire the same as these two well-known
-# messages, so that checking health needs no further package.
-HEALTH_REQUEST, HEALTH_RESPONSE = StringValue, UInt32Value
 _HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
+
+
+def health_method(grpc_channel: Any) -> Any:
+    """The health check of a synchronous or asynchronous channel."""
+    return grpc_channel.unary_unary(
+        "/grpc.health.v1.Health/Check", request_serializer=StringValue.SerializeToString, response_deserializer=UInt32Value.FromString
+    )
+
+
+def health_request(service: str) -> StringValue:
+    # HealthCheckRequest is {string service = 1} and HealthCheckResponse {enum status = 1}: on the wire the same as these two
+    # well-known messages, so that checking health needs no further package.
+    return StringValue(value=service)
 
 
 def health_status(message: UInt32Value) -> types.HealthStatus:

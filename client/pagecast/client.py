@@ -82,9 +82,7 @@ class AsyncClient:
         self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
-        self._health = self._channel.unary_unary(
-            channel.HEALTH_METHOD, request_serializer=channel.HEALTH_REQUEST.SerializeToString, response_deserializer=channel.HEALTH_RESPONSE.FromString
-        )
+        self._health = channel.health_method(self._channel)
 
     def stream(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
@@ -134,7 +132,8 @@ class AsyncClient:
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
         """grpc.health.v1 status of the server, or of one service."""
-        return channel.health_status(await self._ask(self._health(channel.HEALTH_REQUEST(value=service), timeout=timeout, metadata=self._metadata)))
+        call = self._health(channel.health_request(service), timeout=timeout, metadata=self._metadata)
+        return channel.health_status(await self._ask(call))
 
     async def close(self) -> None:
         """Close the connection; calls under way are cancelled."""

@@ -31,18 +31,10 @@ class SamplingParams:
 
     def fill(self, spec: pb.GenerationSpec) -> None:
         """Write these values into `spec`. Raises ValueError, naming the parameter, for a number that the message cannot hold."""
-        top_k = 0 if self.top_k == -1 else self.top_k
-        counts = {"top_k": (spec.sampling, "top_k", top_k), "seed": (spec.sampling, "seed", self.seed)}
-        counts["max_tokens"] = (spec.stopping, "max_output_tokens", self.max_tokens)
-        counts["min_tokens"] = (spec.stopping, "min_output_tokens", self.min_tokens)
-        for name, (message, field, value) in counts.items():
-            if value is None:
-                continue
-            try:
-                setattr(message, field, value)
-            except (ValueError, TypeError):
-                bits = 64 if name == "seed" else 32
-                raise ValueError(f"{name} must be a whole number from 0 to 2**{bits} - 1, not {value!r}") from None
+        _count("top_k", spec.sampling, "top_k", 0 if self.top_k == -1 else self.top_k)
+        _count("seed", spec.sampling, "seed", self.seed)
+        _count("max_tokens", spec.stopping, "max_output_tokens", self.max_tokens)
+        _count("min_tokens", spec.stopping, "min_output_tokens", self.min_tokens)
         for name in ("temperature", "top_p", "min_p"):
             if getattr(self, name) is not None:
                 setattr(spec.sampling, name, getattr(self, name))
@@ -52,6 +44,17 @@ class SamplingParams:
         if self.ignore_eos is not None:
             spec.stopping.ignore_eos = self.ignore_eos
         spec.output.text = self.detokenize
+
+
+def _count(name: str, message: pb.SamplingOptions | pb.StoppingOptions, field: str, value: int | None) -> None:
+    """Set an integer field, unless None. Raises ValueError, naming the parameter."""
+    if value is None:
+        return
+    try:
+        setattr(message, field, value)
+    except (ValueError, TypeError):
+        bits = 64 if name == "seed" else 32
+        raise ValueError(f"{name} must be a whole number from 0 to 2**{bits} - 1, not {value!r}") from None
 
 
 def _ids(name: str, ids: Sequence[int]) -> Sequence[int]:

@@ -79,8 +79,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("oracle_step_us", int, 0, "microseconds that the oracle takes for a step", _WORK),
     # watching and debugging
     Option("step_deadline_s", float, 30.0, "seconds after which a silent step counts as a hung rank", _SCHED),
+    Option("heartbeat_timeout_s", float, 10.0, "seconds without a heartbeat after which a rank counts as lost", _SCHED),
     Option("rank_timeout_s", float, 600.0, "seconds that a rank may take to load", _SCHED),
     Option("record", str, None, "file to record the scheduler's events in, for `pagecast replay`", _SCHED),
+    Option("record_tokens", bool, False, "record token ids too, which are prompts", _SCHED),
+    Option("metrics_port", int, None, "loopback port for Prometheus metrics of the scheduler (default: none)", _SCHED),
     Option("check_invariants", bool, False, "audit the block pool and all requests after every step (slow)", _SCHED),
     Option("log_format", str, "auto", "json, console, or auto: console on a terminal", _ALL, choices=("auto", "json", "console")),
     Option("log_level", str, "info", "debug, info, warning or error", _ALL, choices=("debug", "info", "warning", "error")),

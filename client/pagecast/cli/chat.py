@@ -1,0 +1,58 @@
+"""`pagecast chat`: a conversation. Ctrl-C stops an answer and keeps what was said; /exit, Ctrl-D, or Ctrl-C at the prompt end it."""
+
+import argparse
+import contextlib
+import sys
+import time
+
+from pagecast.cli import arguments
+from pagecast.cli.answer import Answer, show
+from pagecast.errors import RpcError
+from pagecast.sync import Client
+from pagecast.types import ChatMessage
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="how the assistant is to behave")
+    arguments.add_target(parser)
+    arguments.add_sampling(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    history = [ChatMessage("system", args.system)] if args.system else []
+    sampling, options = arguments.sampling(args), {} if args.timeout is None else {"timeout": args.timeout}
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() line editing and its history
+    if sys.stdin.isatty():
+        print("Ctrl-C stops an answer, /exit ends.")
+    with Client(args.target) as client:
+        while (line := _next_line()) is not None:
+            history.append(ChatMessage("user", line))
+            answer, start = Answer(), time.perf_counter()
+            try:
+                with client.stream(history, sampling, **options) as stream:
+                    show(stream, answer, start)
+            except KeyboardInterrupt:
+                pass
+            except RpcError as error:
+                print(f"pagecast chat: {error}", file=sys.stderr)
+                if not sys.stdin.isatty():
+                    return 1
+                history.pop()
+                continue
+            history.append(ChatMessage("assistant", answer.text))
+    return 0
+
+
+def _next_line() -> str | None:
+    """The next thing the user says; None at the end of the conversation."""
+    while True:
+        try:
+            line = input("you> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return None
+        if line == "/exit":
+            return None
+        if line:
+            return line

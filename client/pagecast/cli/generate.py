@@ -1,0 +1,35 @@
+"""`pagecast generate "PROMPT"`: one answer, streamed to standard output; figures go to standard error."""
+
+import argparse
+import sys
+import time
+
+from pagecast.cli import arguments
+from pagecast.cli.answer import Answer, show
+from pagecast.requests import Prompt
+from pagecast.sync import Client
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="text to go on from; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="ask as a user, through the model's chat template")
+    parser.add_argument("--quiet", action="store_true", help="no figures at the end")
+    arguments.add_target(parser)
+    arguments.add_sampling(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
+    options = {} if args.timeout is None else {"timeout": args.timeout}
+    answer, start = Answer(), time.perf_counter()
+    try:
+        sampling = arguments.sampling(args)
+        with Client(args.target) as client, client.stream(prompt, sampling, **options) as stream:
+            show(stream, answer, start)
+    except ValueError as error:
+        print(f"pagecast generate: {error}", file=sys.stderr)
+        return 2
+    if not args.quiet:
+        print(answer.summary(), file=sys.stderr)
+    return 0

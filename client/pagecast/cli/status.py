@@ -1,0 +1,57 @@
+"""`pagecast status`: is the server healthy, what does it serve, how loaded is it. Exit code 0 only if it is SERVING."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from pagecast.cli import arguments
+from pagecast.sync import Client
+from pagecast.types import Load, Model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_target(parser)
+    parser.set_defaults(timeout=5.0)
+    parser.add_argument("--check", action="store_true", help="health alone, for health checks and scripts")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    with Client(args.target) as client:
+        health = client.health(timeout=args.timeout)
+        code = 0 if health == "SERVING" else 1
+        if args.check:
+            print(health)
+            return code
+        load = client.load(timeout=args.timeout)
+        # A front end that has never seen a scheduler knows no model yet.
+        models = client.models(timeout=args.timeout) if load.state != "starting" else ()
+    if args.json:
+        print(json.dumps({"health": health, "load": asdict(load), "models": [asdict(model) for model in models]}))
+    else:
+        print(f"health   {health}, engine {load.state}, instance {load.instance_id}, epoch {load.epoch}")
+        for model in models:
+            print("\n".join(_model_lines(model)))
+        print("\n".join(_load_lines(load)))
+    return code
+
+
+def _model_lines(model: Model) -> list[str]:
+    limits = model.limits
+    quantization = f" {model.quantization}" if model.quantization else ""
+    return [
+        f"model    {model.name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype}{quantization}, "
+        f"digest {model.digest[:12]}",
+        f"limits   {limits.max_model_len} tokens a request, {limits.max_num_seqs} sequences at once, "
+        f"{limits.max_num_batched_tokens} tokens a step, pool of {limits.max_pool_tokens} tokens",
+    ]
+
+
+def _load_lines(load: Load) -> list[str]:
+    hit = f"{100 * load.prefix_tokens_hit / load.prefix_tokens_asked:.0f} %" if load.prefix_tokens_asked else "-"
+    return [
+        f"load     {load.num_running} running, {load.num_waiting} waiting, "
+        f"KV {100 * load.kv_utilization:.1f} % of {load.num_blocks} blocks, {load.num_blocks_cached} cached",
+        f"so far   {load.prompt_tokens} prompt and {load.output_tokens} output tokens in {load.step} steps, prefix hits {hit}, "
+        f"{load.num_preemptions} preemptions, {load.num_recoveries} recoveries",
+    ]
