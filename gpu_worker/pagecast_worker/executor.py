@@ -21,6 +21,10 @@ class LoadError(RuntimeError):
     """The model cannot be loaded. The text is one line for the operator and names the file and the tensor or field."""
 
 
+class PlanError(ValueError):
+    """A plan contradicts this rank's state or limits: the two sides' block tables have parted. The text names the row or step."""
+
+
 class Executor(Protocol):
     """Executes plans in order on one stream.
 
@@ -37,7 +41,7 @@ class Executor(Protocol):
         """Forget every row and every KV block."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Apply the plan and enqueue its step(s)."""
+        """Apply the plan and enqueue its step(s). Raises PlanError, OutOfMemory."""
 
     def collect(self, wait: bool) -> StepResult | None:
         """The oldest result not yet collected; None if there is none, or if it is not ready and `wait` is false."""
