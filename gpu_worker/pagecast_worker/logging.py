@@ -1,0 +1,28 @@
+"""Logs of a worker process: one event a line on standard error, as JSON or for people. Never a token, a prompt or an output."""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+from pagecast_worker.config import LogFormat
+
+
+def configure(log_format: LogFormat, log_level: str, **fields: Any) -> None:
+    """Set structlog up once for this process; `fields` stand in every line. "auto": for people on a terminal, else JSON."""
+    for_people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if for_people else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(log_level.upper(), logging.INFO)),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(**fields)

@@ -1,0 +1,103 @@
+"""The worker's one loop: plans in, executor, results out. Decides nothing but the order, which is the link's.
+
+While the device works the loop goes on receiving, so that the next plan is queued behind the running one; it waits in short
+sleeps then, and in a blocking poll when nothing is in flight.
+"""
+
+import time
+from typing import Final
+
+import structlog
+import zmq
+
+from pagecast_wire.intake import HelloWanted
+from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
+from pagecast_wire.result import PlanGap, StepResult
+from pagecast_worker.executor import Executor
+from pagecast_worker.link import Completed, FromScheduler, Link, PlanOrder, Verdict
+
+_NAP_S: Final = 20e-6
+"""Sleep between two looks while the device works; with the timer's slack about 0.08 ms, small against a step."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Loop:
+    """Runs until told to stop. Owns the count of plans in flight, and (epoch, step) last worked on, for a fault's report."""
+
+    def __init__(self, link: Link, executor: Executor, rank: int) -> None:
+        self.link, self.executor, self.rank = link, executor, rank
+        self.order = PlanOrder()
+        self.in_flight = 0
+        self.current = (0, 0)
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Ask the loop to end; whoever calls it from elsewhere also writes to the link's wake pipe."""
+        self.stopping = True
+
+    def run(self) -> None:
+        """Raises whatever the executor raises; the caller reports it as a fault."""
+        poller = zmq.Poller()
+        poller.register(self.link.socket, zmq.POLLIN)
+        poller.register(self.link.wake_fd, zmq.POLLIN)
+        while not self.stopping:
+            if not self.in_flight:
+                poller.poll()
+            elif not poller.poll(0) and not self._send_results(wait=False):
+                time.sleep(_NAP_S)
+                continue
+            for message in self.link.receive():
+                self._handle(message)
+            self._send_results(wait=False)
+
+    def _handle(self, message: FromScheduler) -> None:
+        match message:
+            case StepPlan():
+                self._take(message)
+            case StartEpoch():
+                self._start_epoch(message)
+            case HelloWanted():
+                _log.info("the scheduler asks for a hello", last_epoch=self.order.epoch)
+                self.link.hello_again(self.order.epoch)
+            case StopWorker():
+                self._send_results(wait=True)
+                self.stopping = True
+
+    def _take(self, plan: StepPlan) -> None:
+        verdict = self.order.judge(plan.epoch, plan.step)
+        if verdict is Verdict.APPLY:
+            self.current = (plan.epoch, plan.step)
+            self.executor.submit(plan)
+            self.in_flight += 1
+            self._send_results(wait=False)  # a synchronous executor is done now; do not let the result wait for the next plan
+        elif verdict is Verdict.GAP:
+            _log.warning("a plan is missing", epoch=plan.epoch, step=plan.step, last_step=self.order.last_step)
+            self.link.send(PlanGap(epoch=self.order.epoch, rank=self.rank, last_step=self.order.last_step))
+
+    def _start_epoch(self, start: StartEpoch) -> None:
+        if self.order.start_epoch(start.epoch):
+            while self.in_flight:  # of the epoch before: nobody waits for them
+                self.executor.collect(wait=True)
+                self.in_flight -= 1
+            self.executor.start_epoch(start)
+            self.link.completed = Completed(start.epoch, 0)
+            _log.info("epoch started", epoch=start.epoch, num_blocks=start.num_blocks)
+
+    def _send_results(self, wait: bool) -> bool:
+        """Send every result that is ready (with `wait`, of every plan in flight); whether there was one."""
+        sent = False
+        while self.in_flight:
+            self.current = (self.order.epoch, self.link.completed.step + 1)
+            if (result := self.executor.collect(wait)) is None:
+                break
+            self.in_flight -= 1
+            self.link.completed = Completed(result.epoch, result.step)
+            self.link.send(result if self.rank == 0 else _without_tokens(result))
+            sent = True
+        return sent
+
+
+def _without_tokens(result: StepResult) -> StepResult:
+    """What a rank other than 0 reports: that the step is done. Every rank samples the same tokens."""
+    return StepResult(epoch=result.epoch, step=result.step, rank=result.rank, device_us=result.device_us)

@@ -1,0 +1,130 @@
+"""Life of one worker process: load, hello, loop, end. Exit codes: 0 told to stop, 1 a fault, 2 a start that cannot work."""
+
+import signal
+import sys
+from types import FrameType
+from typing import Final
+
+import structlog
+import zmq
+
+from pagecast_wire.codec import WireError
+from pagecast_wire.lifeline import die_with_parent
+from pagecast_wire.result import WorkerFault
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import Executor, LoadError, OutOfMemory, PlanError
+from pagecast_worker.link import Link
+from pagecast_worker.logging import configure
+from pagecast_worker.loop import Loop
+from pagecast_worker.oracle import OracleExecutor
+from pagecast_worker.progress import ProgressReport
+
+EXIT_OK: Final = 0
+EXIT_FAULT: Final = 1
+EXIT_CONFIG: Final = 2
+_MAX_IPC_PATH: Final = 107  # sockaddr_un.sun_path less its final zero (linux/un.h)
+_log = structlog.get_logger(__name__)
+
+
+def run(config: WorkerConfig) -> int:
+    """Run one rank until it is told to stop or fails; returns the exit code."""
+    die_with_parent()
+    configure(config.log_format, config.log_level, role="worker", rank=config.rank)
+    path = config.workers_endpoint.removeprefix("ipc://")
+    if len(path.encode()) > _MAX_IPC_PATH:
+        return _refuse(f"run_dir is too long: its socket path has {len(path.encode())} bytes, the limit is {_MAX_IPC_PATH}")
+    link = Link(config)
+    try:
+        link.connect()
+        return _serve(config, link)
+    except zmq.ZMQError as error:
+        return _refuse(f"cannot connect to {config.workers_endpoint}: {error.strerror}")
+    finally:
+        link.close()
+
+
+def make_executor(config: WorkerConfig) -> Executor:
+    """The executor that the configuration names. torch is imported only if it is that one. Raises LoadError."""
+    if config.executor == "oracle":
+        return OracleExecutor(config)
+    try:
+        from pagecast_worker.torch_executor import TorchExecutor
+    except ImportError as error:
+        raise LoadError(f"the torch executor needs the package {error.name}; install pagecast[worker]") from error
+    executor: Executor = TorchExecutor(config)
+    return executor
+
+
+def _serve(config: WorkerConfig, link: Link) -> int:
+    with _Interruption(link) as interruption:
+        try:
+            executor = make_executor(config)
+            facts, num_blocks = executor.load(ProgressReport(link, config.run_dir, config.rank))
+            loop = Loop(link, executor, config.rank)
+            interruption.hand_over(loop)
+        except _Interrupted:
+            return EXIT_OK
+        except (LoadError, OutOfMemory) as error:
+            _report(link, config.rank, (0, 0), "load", error)
+            return _refuse(" ".join(str(error).split()))
+        except Exception as error:
+            _log.exception("loading failed")
+            _report(link, config.rank, (0, 0), "load", error)
+            return EXIT_FAULT
+        _log.info("loaded", model=facts.name, num_blocks=num_blocks, dtype=facts.dtype)
+        try:
+            link.introduce(facts, num_blocks)
+            loop.run()
+        except Exception as error:
+            _log.exception("a step failed", epoch=loop.current[0], step=loop.current[1])
+            _report(link, config.rank, loop.current, _fault_kind(error), error)
+            return EXIT_FAULT
+        finally:
+            executor.close()
+        return EXIT_OK
+
+
+def _fault_kind(error: Exception) -> str:
+    if isinstance(error, OutOfMemory):
+        return "out_of_memory"
+    return "protocol" if isinstance(error, PlanError | WireError) else "step"
+
+
+def _report(link: Link, rank: int, current: tuple[int, int], kind: str, error: Exception) -> None:
+    epoch, step = current
+    link.send(WorkerFault(rank=rank, epoch=epoch, step=step, kind=kind, detail=f"{type(error).__name__}: {error}"[:2000]))
+
+
+def _refuse(line: str) -> int:
+    """One line for the operator, and the exit code of a start that no restart can repair."""
+    print(f"pagecast worker: {line}", file=sys.stderr, flush=True)
+    return EXIT_CONFIG
+
+
+class _Interrupted(BaseException):
+    """A signal to stop came while the model was loading."""
+
+
+class _Interruption:
+    """SIGTERM and SIGINT: end loading at once; later, let the loop end after the step at hand."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._loop: Loop | None = None
+
+    def hand_over(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> "_Interruption":
+        signal.set_wakeup_fd(self._link.wake_write_fd, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            raise _Interrupted
+        self._loop.stop()
