@@ -109,14 +109,53 @@ def tune(name: str, rows_list: list[int], workspace: GemmWorkspace, num_sms: int
     return table
 
 
+PDL = [
+    GemmConfig(64, 128, 4, 4, 1, 0, p) for p in (0, 512, 1024, 2048, 4096)
+] + [GemmConfig(64, 128, 3, 4, 2, 0, p) for p in (0, 512, 1024)] + [
+    GemmConfig(64, 64, 6, 4, 2, 0, p) for p in (0, 512, 1024)] + [GemmConfig(128, 64, 4, 4, 1, 0, p) for p in (0, 1024)] + [
+    GemmConfig(64, 128, 4, 4, 1), GemmConfig(64, 128, 2, 4, 3, 0, 0), GemmConfig(64, 128, 2, 4, 3, 0, 512), GemmConfig(64, 256, 2, 4, 1, 0, 1024)]
+"""Launches for chains of products, where a programmatic launch hides the start of one kernel behind the end of another."""
+
+
+def chain(name: str, rows_list: list[int], workspace: GemmWorkspace, num_sms: int) -> dict[str, float]:
+    """Milliseconds of all products of one step, in one graph with weights of their own per layer: the target's measure."""
+    parts = SHAPES[name]
+    layers = max(count for _, _, count in parts.values())
+    weights = {part: [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)] for part, (n, k, count) in parts.items()}
+    order = [(part, i) for i in range(layers) for part, (_, _, count) in parts.items() if count > 1] + [
+        (part, 0) for part, (_, _, count) in parts.items() if count == 1]
+    result = {}
+    for rows in rows_list:
+        xs = {k: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _, k, _ in parts.values()}
+        outs = {n: torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for n, _, _ in parts.values()}
+
+        def one(part: str, i: int, config: GemmConfig | None, xs=xs, outs=outs) -> None:
+            n, k, _ = parts[part]
+            if config is None:
+                torch.mm(xs[k], weights[part][i].T, out=outs[n])
+            else:
+                linear_with(xs[k], weights[part][i], config, workspace, num_sms, outs[n])
+
+        for config in [None, *(PDL if rows <= 16 else [])]:
+            try:
+                spent = time_us(lambda _, config=config, one=one: [one(part, i, config) for part, i in order], 1) / 1e3
+            except Exception as error:
+                print("chain failed", config, type(error).__name__, str(error)[:80])
+                continue
+            result[f"M{rows}/{'cublas' if config is None else tuple(config)}"] = spent
+            print(f"chain {name} M={rows} {'cublas' if config is None else tuple(config)}: {spent:.3f} ms", flush=True)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="llama8b")
     parser.add_argument("--rows", default="1,8,16,32,64,128,192,256")
+    parser.add_argument("--chain", action="store_true", help="only the whole step's products in one graph")
     args = parser.parse_args()
     rows_list = [int(n) for n in args.rows.split(",")]
     begin = time.perf_counter()
-    jobs = sorted({(config, rows) for rows in rows_list for config in candidates(rows)})
+    jobs = sorted({(config, rows) for rows in rows_list for config in (PDL if args.chain and rows <= 16 else candidates(rows))})
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         problems = [text for text in pool.map(compile_one, jobs, chunksize=4) if text]
     print(f"compiled {len(jobs)} launches in {time.perf_counter() - begin:.0f} s; problems: {problems}", flush=True)
@@ -131,8 +170,11 @@ def main() -> None:
             errors[f"{config}/{rows}"] = 1.0
     bad = {key for key, error in errors.items() if not error < 1e-2}
     print(f"worst relative error {max(errors.values()):.2e}; wrong: {sorted(bad)}", flush=True)
-    result = {}
+    result: dict[str, object] = {}
     for name in args.shapes.split(","):
+        if args.chain:
+            result[name] = chain(name, rows_list, workspace, num_sms)
+            continue
         result[name] = tune(name, rows_list, workspace, num_sms, bad)
         for rows in rows_list:
             cells = [cell for key, cell in result[name].items() if key.endswith(f"/{rows}")]

@@ -25,6 +25,7 @@ class GemmConfig(NamedTuple):
     num_warps: int
     programs_per_sm: int
     block_m: int = 0  # 0: the rows rounded up to a power of two
+    prefetch: int = -1  # bytes of each weight row fetched to L2 before the kernel before this one has ended; -1: plain launch
 
 
 @triton.jit
@@ -38,18 +39,36 @@ def _store_tile(acc, out_ptr, tile_n, tile_m, M, N, BLOCK_N: tl.constexpr, BLOCK
 
 
 @triton.jit
+def _prefetch_rows(weight_ptr, tile_n, k_first, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BYTES: tl.constexpr):
+    """Ask L2 for BYTES of each row of the first weight tile, from its first k on; inside the row and the matrix only."""
+    rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+    first = tl.minimum(k_first * BLOCK_K, K - BYTES // 2)
+    tl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0;", "=r,l", [weight_ptr + rows * K + first],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )
+
+
+@triton.jit
 def linear_stream_k(
-    weight, x, out_ptr, partial_ptr, counter_ptr, M, N, num_m, iters_per_tile, per_program, total,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    weight, x, weight_ptr, out_ptr, partial_ptr, counter_ptr, M, N, K, num_m, iters_per_tile, per_program, total,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
 ):
     """weight: descriptor [N, K], block [BLOCK_N, BLOCK_K]. x: descriptor [M, K], block [BLOCK_M, BLOCK_K].
 
     partial: float32 [programs, 2, BLOCK_N, BLOCK_M]; a program shares at most its first and its last tile. counter: int32 per tile,
-    zero before and after. Tiles are numbered n-major, so the row tiles of one weight tile are neighbours in L2.
+    zero before and after. Tiles are numbered n-major, so the row tiles of one weight tile are neighbours in L2. With PREFETCH >= 0
+    the launch is programmatic: it may start before its predecessor has ended, and touches only the weight until that has.
     """
     pid = tl.program_id(0)
     begin = pid * per_program
     end = tl.minimum(begin + per_program, total)
+    if PREFETCH >= 0:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            tile = begin // iters_per_tile
+            _prefetch_rows(weight_ptr, tile // num_m, begin - tile * iters_per_tile, N, K, BLOCK_N, BLOCK_K, PREFETCH)
+        tl.extra.cuda.gdc_wait()
     inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     step = begin
     while step < end:
@@ -112,7 +131,8 @@ def linear_with(
         raise ValueError(f"workspace too small for a product of {M} x {N} x {K}")
     linear_stream_k[(programs,)](
         TensorDescriptor(weight, [N, K], [K, 1], [config.block_n, config.block_k]), TensorDescriptor(x, [M, K], [K, 1], [block_m, config.block_k]),
-        out, workspace.partial, workspace.counters, M, N, num_m, iters, per_program, total,
-        BLOCK_N=config.block_n, BLOCK_M=block_m, BLOCK_K=config.block_k, num_stages=config.num_stages, num_warps=config.num_warps,
+        weight, out, workspace.partial, workspace.counters, M, N, K, num_m, iters, per_program, total,
+        BLOCK_N=config.block_n, BLOCK_M=block_m, BLOCK_K=config.block_k, PREFETCH=config.prefetch, num_stages=config.num_stages,
+        num_warps=config.num_warps, launch_pdl=config.prefetch >= 0,
     )
     return out
