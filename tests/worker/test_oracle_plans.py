@@ -50,10 +50,10 @@ def test_any_legal_schedule_gives_the_same_tokens(seed: int, vocab_size: int, bl
 
 
 def admission(row: int, tokens: list[int], blocks: list[int], **changes: object) -> Admission:
-    values: dict[str, object] = dict(
-        row=row, tokens=pack_u32(tokens), num_prompt_tokens=len(tokens), blocks=pack_u32(blocks), num_computed_tokens=0,
-        max_tokens=200, min_tokens=0, stop_token_ids=b"", sampling=SamplingParams(),
-    )
+    values: dict[str, object] = {
+        "row": row, "tokens": pack_u32(tokens), "num_prompt_tokens": len(tokens), "blocks": pack_u32(blocks), "num_computed_tokens": 0,
+        "max_tokens": 200, "min_tokens": 0, "stop_token_ids": b"", "sampling": SamplingParams(),
+    }
     return Admission(**(values | changes))  # type: ignore[arg-type]
 
 
