@@ -1,0 +1,39 @@
+"""`pagecast replay FILE`: run a recording of a scheduler again, name the first difference, draw the timeline."""
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="what `pagecast serve --record FILE` wrote")
+    parser.add_argument("--picture", metavar="PNG", help="draw block use, running, waiting and preemptions over plans")
+
+
+def run(args: argparse.Namespace) -> int:
+    return replay(args.file, args.picture)
+
+
+def replay(file: str, picture: str | None) -> int:
+    """0: the core makes the same plans again; 1: it does not, or the file cannot be read."""
+    from pagecast_scheduler.engine.replay import RecordingError, draw
+    from pagecast_scheduler.engine.replay import replay as run_again
+
+    try:
+        result = run_again(file)
+    except (OSError, RecordingError) as error:
+        reason = (error.strerror or "cannot be read") if isinstance(error, OSError) else str(error)
+        print(f"pagecast replay: {file}: {reason}", file=sys.stderr)
+        return 1
+    print(f"{result.num_requests} requests, {result.num_plans} plans, {result.num_results} results")
+    if picture:
+        draw(result, picture)
+        print(f"timeline: {picture}")
+    if not result.compared:
+        print("recorded without token ids: the plans cannot be made again, only shown")
+        return 0
+    if result.difference is None:
+        print("every plan is the same")
+        return 0
+    at = result.difference
+    print(f"first difference: epoch {at.epoch} step {at.step} field {at.field}\n  recorded: {at.recorded}\n  now:      {at.now}")
+    return 1
