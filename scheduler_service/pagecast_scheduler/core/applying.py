@@ -1,0 +1,201 @@
+"""Applying one step's result: tokens join their sequences, and what ended ends."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagecast_scheduler.core.outputs import Cohort
+from pagecast_scheduler.core.request import Sequence
+from pagecast_scheduler.core.rows import Index
+from pagecast_scheduler.core.state import Detached, InFlight, State
+from pagecast_wire.codec import view_u32
+from pagecast_wire.intake import Phase, TokenLogprobs
+from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP, StepResult
+from pagecast_wire.sampling import FinishReason
+
+Tokens = NDArray[np.uint32]
+Flags = NDArray[np.uint8]
+
+
+class ResultError(ValueError):
+    """A result whose columns do not have the shape that its plan asks for; a fault of the worker group."""
+
+
+def apply_result(s: State, result: StepResult, now: int) -> None:
+    """The oldest plan in flight is done. Results of another epoch, and duplicates, change nothing. Raises ResultError."""
+    if result.epoch != s.epoch or not s.in_flight or result.step != s.in_flight[0].step:
+        return
+    record = s.in_flight[0]
+    tokens, flags = view_u32(result.tokens), np.frombuffer(result.flags, np.uint8)
+    width = len(record.cohort.rows)
+    if len(tokens) != record.num_steps * width or len(flags) != len(tokens):
+        raise ResultError(f"step {result.step}: {len(tokens)} tokens and {len(flags)} flags for {record.num_steps} x {width} samples")
+    s.in_flight.popleft()
+    s.applied_step = result.step
+    logprobs = _logprobs(result) if result.logprob_rows else {}
+    if record.entering:
+        _first_tokens(s, record, now)
+    for k in range(record.num_steps):
+        part = slice(k * width, (k + 1) * width)
+        _apply_one(s, record, k, tokens[part], flags[part], {at - k * width: v for at, v in logprobs.items()}, now)
+    s.kv.applied(result.step)
+    s.estimates.applied(record.planned_at, record.num_steps, len(tokens) + record.num_prefill_tokens, now)
+    if s.alone is not None:
+        _clear_suspect(s)
+
+
+def _apply_one(
+    s: State, record: InFlight, k: int, tokens: Tokens, flags: Flags, logprobs: dict[int, tuple[float, bytes, bytes]], now: int
+) -> None:
+    """One of the plan's steps. In the steady state every row is live, no flag is set and nothing here loops over rows."""
+    cohort, rows = record.cohort, s.rows
+    if record.num_freed != rows.num_freed or record.limits is not None or flags.any() or logprobs:
+        live = rows.generation[cohort.rows] == cohort.generations
+        usable = flags & (FLAG_IDLE | FLAG_BAD) == 0
+        if record.limits is not None:
+            usable &= record.limits > k
+        if not live.all():
+            _apply_detached(s, cohort, np.flatnonzero(~live), tokens, flags, usable, logprobs, now)
+        if logprobs:
+            _emit_logprobs(s, cohort, live & usable, logprobs)
+        bad = cohort.rows[live & (flags & FLAG_BAD != 0)]
+        stopped = cohort.rows[live & usable & (flags & FLAG_STOP != 0)]
+        chosen = live & usable
+        if not chosen.all():
+            cohort, tokens = _narrow(s, cohort, chosen), tokens[chosen]
+        _append(s, cohort, tokens)
+        for row in stopped.tolist():
+            seq = rows.owner(row)
+            s.finish(seq, FinishReason.STOP, now, stop_token_id=int(rows.tokens[row, rows.num_tokens[row] - 1]))
+        for row in bad.tolist():
+            if rows.owners[row] is not None:  # not requeued for having shared another bad row's blocks
+                _end_bad(s, rows.owner(row), now)
+    else:
+        _append(s, cohort, tokens)
+
+
+def _narrow(s: State, cohort: Cohort, chosen: NDArray[np.bool_]) -> Cohort:
+    """The cohort of a part of the rows: the steady one where it is the same, since it exists already."""
+    rows = cohort.rows[chosen]
+    if s.steady is not None and s.steady[0] == s.rows.version and np.array_equal(s.steady[1].rows, rows):
+        return s.steady[1]
+    return Cohort(s.rows, rows)
+
+
+def _append(s: State, cohort: Cohort, tokens: Tokens) -> None:
+    """One new token for every row of the cohort."""
+    rows, index = s.rows, cohort.rows
+    if not len(index):
+        return
+    at = rows.num_tokens[index]
+    rows.tokens[index, at] = tokens
+    rows.num_tokens[index] = at + 1
+    s.tenants.served[cohort.tenants] += cohort.tenant_rows
+    s.totals.output_tokens += len(index)
+    s.outputs.add_step(cohort, at - cohort.num_prompt, tokens)
+
+
+def _first_tokens(s: State, record: InFlight, now: int) -> None:
+    for row, generation in record.entering:
+        entry = s.detached.get((row, generation))
+        live = s.rows.generation[row] == generation
+        seq = s.rows.owner(row) if live else entry.seq if entry is not None else None
+        if seq is None:
+            continue
+        if seq.first_token_at < 0:
+            seq.first_token_at = now
+        if live and not seq.request.paused:
+            s.report(seq, Phase.DECODING)
+
+
+def _apply_detached(
+    s: State, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, usable: NDArray[np.bool_],
+    logprobs: dict[int, tuple[float, bytes, bytes]], now: int,
+) -> None:  # fmt: skip
+    """Rows that are no longer who they were: last results of sequences that wait for them; anything else is stale and ignored."""
+    for at in positions.tolist():
+        entry = s.detached.get((int(cohort.rows[at]), int(cohort.generations[at])))
+        if entry is None:
+            continue
+        seq = entry.seq
+        if flags[at] & FLAG_BAD:
+            _end_bad(s, seq, now)
+        elif usable[at]:
+            if at in logprobs:
+                s.outputs.add_logprobs(seq.request.slot, _token_logprobs(seq, seq.num_output_tokens, logprobs[at]))
+            _append_detached(s, entry, tokens[at : at + 1])
+            if flags[at] & FLAG_STOP:
+                s.finish(seq, FinishReason.STOP, now, stop_token_id=int(tokens[at]))
+            elif entry.num_pending == 0:
+                s.finish(seq, FinishReason.LENGTH, now)
+
+
+def _append_detached(s: State, entry: Detached, token: Tokens) -> None:
+    seq = entry.seq
+    s.outputs.add_tokens(seq.request.slot, seq.request.key, seq.index, seq.num_output_tokens, token)
+    seq.tokens[seq.num_tokens] = token[0]
+    seq.num_tokens += 1
+    entry.num_pending -= 1
+    s.tenants.served[seq.request.tenant] += 1
+    s.totals.output_tokens += 1
+
+
+def _end_bad(s: State, seq: Sequence, now: int) -> None:
+    """The row's logits were not numbers: nothing it computed may be found again, and whoever shares such blocks starts over."""
+    shared = seq.hit_tokens // s.config.block_size
+    if seq.row >= 0:
+        blocks = s.kv.table.row(seq.row)
+    else:
+        assert seq.detached is not None
+        blocks = s.detached[seq.detached].blocks
+    own = blocks[shared:]
+    s.kv.forget(own)
+    holders = [other for other in s.rows.running() if other is not seq and np.isin(s.kv.table.row(other.row), own).any()]
+    waiting = [e.seq for e in s.detached.values() if e.seq is not seq and np.isin(e.blocks, own).any()]
+    s.finish(seq, FinishReason.NUMERIC_FAULT, now)
+    for other in holders:
+        s.kv.forget(s.kv.table.row(other.row)[_first_shared(s, other, own) :])
+        s.preempt(other, now, keep_content=False)
+    for other in waiting:
+        s.reattach(other, now)
+
+
+def _first_shared(s: State, seq: Sequence, own: Index) -> int:
+    return int(np.flatnonzero(np.isin(s.kv.table.row(seq.row), own))[0])
+
+
+def _logprobs(result: StepResult) -> dict[int, tuple[float, bytes, bytes]]:
+    """Index into the token column -> (log-probability, best ids, their log-probabilities)."""
+    at = view_u32(result.logprob_rows).tolist()
+    values = np.frombuffer(result.logprobs, "<f4").tolist()
+    counts = view_u32(result.top_counts).tolist() if result.top_counts else [0] * len(at)
+    found: dict[int, tuple[float, bytes, bytes]] = {}
+    start = 0
+    for index, value, count in zip(at, values, counts, strict=True):
+        part = slice(4 * start, 4 * (start + count))
+        found[index] = (value, result.top_ids[part], result.top_logprobs[part])
+        start += count
+    return found
+
+
+def _emit_logprobs(s: State, cohort: Cohort, usable: NDArray[np.bool_], logprobs: dict[int, tuple[float, bytes, bytes]]) -> None:
+    for at, values in logprobs.items():
+        if 0 <= at < len(usable) and usable[at]:
+            row = int(cohort.rows[at])
+            seq = s.rows.owner(row)
+            offset = int(s.rows.num_tokens[row]) - seq.request.num_prompt_tokens
+            s.outputs.add_logprobs(seq.request.slot, _token_logprobs(seq, offset, values))
+
+
+def _token_logprobs(seq: Sequence, offset: int, values: tuple[float, bytes, bytes]) -> TokenLogprobs:
+    return TokenLogprobs(seq.request.key, seq.index, offset, values[0], values[1], values[2])
+
+
+def _clear_suspect(s: State) -> None:
+    """A request that ran alone past the point of the crash did not cause it."""
+    request = s.alone
+    assert request is not None
+    held = [int(s.rows.num_tokens[seq.row]) if seq.row >= 0 else seq.num_tokens for seq in request.sequences]
+    if max(held) > request.crash_tokens:
+        request.num_crashes = 0
+        del s.suspects[request.key]
+        s.alone = None

@@ -1,0 +1,33 @@
+"""How fast the engine is going, from the results it has applied: what refusals by time and retry hints rest on."""
+
+
+class Estimates:
+    """Exponential averages over steps; 0 until something was measured."""
+
+    def __init__(self) -> None:
+        self.step_us = 0.0  # one step, one token of a decoding row
+        self.us_per_token = 0.0  # engine time per token computed, all requests together
+        self._last_applied = 0
+
+    def applied(self, planned_at: int, num_steps: int, num_tokens: int, now: int) -> None:
+        """A plan of num_steps steps and num_tokens computed tokens completed now."""
+        elapsed = max(0, now - max(planned_at, self._last_applied))
+        self._last_applied = now
+        if self.step_us:
+            self.step_us += 0.05 * (elapsed / num_steps - self.step_us)
+            self.us_per_token += 0.05 * (elapsed / max(1, num_tokens) - self.us_per_token)
+        else:
+            self.step_us, self.us_per_token = elapsed / num_steps, elapsed / max(1, num_tokens)
+
+    def finish_us(self, prefill_tokens: int, output_tokens: int, max_num_batched_tokens: int) -> int:
+        """Least time from admission until so many tokens are out, if nobody else took a share."""
+        return int(self.step_us * (-(-prefill_tokens // max_num_batched_tokens) + max(0, output_tokens - 1)))
+
+    def queue_us(self, queued_tokens: int) -> int:
+        """Time to compute the prompts that wait."""
+        return int(self.us_per_token * queued_tokens)
+
+    def retry_after_ms(self, queued_tokens: int) -> int:
+        """When a refused client may try again: half of the queue's time, between 0.1 and 30 seconds."""
+        wait = self.queue_us(queued_tokens) // 2000 if self.us_per_token else 1000
+        return min(30_000, max(100, wait))

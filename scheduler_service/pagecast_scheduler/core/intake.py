@@ -1,0 +1,98 @@
+"""From a Submit to a Request, or to the reason why not. Nothing is changed here."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagecast_scheduler.core import policy
+from pagecast_scheduler.core.estimates import Estimates
+from pagecast_scheduler.core.prefix_cache import HashChain
+from pagecast_scheduler.core.request import NEVER, Request, Sequence, slot_of
+from pagecast_scheduler.core.state import State
+from pagecast_wire.codec import WireError, view_u32
+from pagecast_wire.intake import Priority, Rejected, RejectReason, Submit
+
+_NAMESPACE_BYTES = 32
+
+
+def check(s: State, submit: Submit) -> Rejected | None:
+    """The first reason to refuse, or None. Order: what is wrong with the message, what can never fit, what does not fit now."""
+    return _malformed(s, submit) or _never_fits(s, submit) or _not_now(s, submit)
+
+
+def _malformed(s: State, submit: Submit) -> Rejected | None:
+    key = submit.key
+    if key in s.requests:
+        return Rejected(key, RejectReason.DUPLICATE_KEY, "key")
+    try:
+        histories = [view_u32(column) for column in submit.history]
+        tokens = view_u32(submit.prompt)
+        view_u32(submit.stop.stop_token_ids)
+    except WireError:
+        return Rejected(key, RejectReason.INVALID, "prompt")
+    checks = {
+        "prompt": len(tokens) >= 1, "num_sequences": 1 <= submit.num_sequences <= s.config.max_num_seqs,
+        "history": len(histories) in (0, submit.num_sequences), "max_output_tokens": submit.stop.max_output_tokens >= 1,
+        "min_output_tokens": 0 <= submit.stop.min_output_tokens <= submit.stop.max_output_tokens,
+        "priority": submit.priority in tuple(Priority), "cache_namespace": len(submit.cache_namespace) == _NAMESPACE_BYTES,
+    }  # fmt: skip
+    wrong = [field for field, right in checks.items() if not right]
+    return Rejected(key, RejectReason.INVALID, wrong[0]) if wrong else None
+
+
+def _never_fits(s: State, submit: Submit) -> Rejected | None:
+    num_prompt = len(submit.prompt) // 4
+    if num_prompt > s.config.max_model_len - 1:
+        return Rejected(submit.key, RejectReason.PROMPT_TOO_LONG, "prompt", s.config.max_model_len - 1, num_prompt)
+    total, limit = num_prompt + submit.stop.max_output_tokens, min(s.config.max_model_len, s.config.pool_tokens)
+    if total > limit:
+        return Rejected(submit.key, RejectReason.TOO_MANY_TOKENS, "max_output_tokens", limit, total)
+    return None
+
+
+def _not_now(s: State, submit: Submit) -> Rejected | None:
+    if any(submit.history):
+        return None  # accepted once already: it comes back after a scheduler was lost
+    estimates, config, num_prompt = s.estimates, s.config, len(submit.prompt) // 4
+    if s.num_queued_requests >= config.max_queued_requests or s.num_queued_tokens + num_prompt > config.max_queued_tokens:
+        return Rejected(submit.key, RejectReason.OVERLOADED, retry_after_ms=estimates.retry_after_ms(s.num_queued_tokens))
+    if submit.deadline_ms >= 0:
+        least = _least_time(estimates, submit, num_prompt, config.max_num_batched_tokens)
+        if submit.deadline_ms == 0 or policy.cannot_finish(least, submit.deadline_ms * 1000, config.estimate_percent):
+            return Rejected(submit.key, RejectReason.DEADLINE_UNREACHABLE, "deadline_ms", submit.deadline_ms, least // 1000)
+    if submit.max_queue_ms >= 0:
+        wait = estimates.queue_us(s.num_queued_tokens)
+        if policy.cannot_finish(wait, submit.max_queue_ms * 1000, config.estimate_percent):
+            return Rejected(submit.key, RejectReason.QUEUE_TIME_EXCEEDED, "max_queue_ms", submit.max_queue_ms, wait // 1000)
+    return None
+
+
+def _least_time(estimates: Estimates, submit: Submit, num_prompt: int, max_num_batched_tokens: int) -> int:
+    return estimates.finish_us(num_prompt, least_output(submit), max_num_batched_tokens)
+
+
+def least_output(submit: Submit) -> int:
+    """Output tokens that a request produces at least: all of them only if no token can end it sooner."""
+    stop = submit.stop
+    return max(1, stop.min_output_tokens) if stop.stop_token_ids else stop.max_output_tokens
+
+
+def build(s: State, submit: Submit, now: int) -> Request:
+    """The request and its sequences, WAITING. Its tenant is entered by the caller."""
+    prompt = view_u32(submit.prompt)
+    stop = submit.stop
+    request = Request(
+        key=submit.key, slot=slot_of(submit.key), submit=submit, num_prompt_tokens=len(prompt),
+        max_tokens=len(prompt) + stop.max_output_tokens, min_tokens=len(prompt) + stop.min_output_tokens, arrival=now, order=s.orders,
+        tenant=-1, deadline=_absolute(now, submit.deadline_ms), budget_end=_absolute(now, submit.time_budget_ms),
+        queue_end=_absolute(now, submit.max_queue_ms),
+    )  # fmt: skip
+    histories = [view_u32(column) for column in submit.history] or [prompt[:0]] * submit.num_sequences
+    for index, history in enumerate(histories):
+        tokens: NDArray[np.uint32] = np.concatenate([prompt, history]) if len(history) else prompt
+        chain = HashChain(submit.cache_namespace, s.config.block_size)
+        request.sequences.append(Sequence(request, index, tokens, len(tokens), chain))
+    return request
+
+
+def _absolute(now: int, relative_ms: int) -> int:
+    return NEVER if relative_ms < 0 else now + relative_ms * 1000

@@ -1,0 +1,89 @@
+"""KV memory as the scheduler sees it: the one door to block pool, prefix cache and block table, which it keeps in step."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagecast_scheduler.core.block_pool import BlockPool, Blocks
+from pagecast_scheduler.core.block_table import BlockTable
+from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.prefix_cache import HashChain, PrefixCache
+
+Tokens = NDArray[np.uint32]
+
+
+class KvManager:
+    """Invariant: a block has content in the pool exactly if the cache has an entry for it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.caching = config.enable_prefix_caching
+        self.pool = BlockPool(config.num_blocks)
+        self.cache = PrefixCache()
+        max_blocks = min(-(-config.max_model_len // config.block_size), config.num_blocks)
+        self.table = BlockTable(config.max_num_seqs, max_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def lookup(self, chain: HashChain, tokens: Tokens, num_tokens: int) -> Blocks:
+        """Cached blocks of a prefix that leaves at least one of `num_tokens` tokens to compute."""
+        hits = self.cache.lookup(chain, tokens, (num_tokens - 1) // self.block_size) if self.caching else []
+        return np.array(hits, np.int64)
+
+    def num_revived(self, hits: Blocks) -> int:
+        """How many of `hits` would leave the free list when touched."""
+        return int(np.count_nonzero(self.pool.ref_count[hits] == 0))
+
+    def open_row(self, row: int, hits: Blocks) -> None:
+        """Start a row with shared blocks."""
+        self.pool.touch(hits)
+        self.table.append(row, hits)
+
+    def grow(self, row: int, count: int) -> Blocks:
+        """`count` new blocks for one row; the caller checked that they are free."""
+        blocks = self._take(count)
+        self.table.append(row, blocks)
+        return blocks
+
+    def grow_each(self, rows: NDArray[np.int64]) -> Blocks:
+        """One new block for each of `rows`; the caller checked that they are free."""
+        blocks = self._take(len(rows))
+        self.table.append_each(rows, blocks)
+        return blocks
+
+    def close_row(self, row: int) -> Blocks:
+        """Empty the row; its blocks keep their holder, who must give them back."""
+        return self.table.clear(row)
+
+    def publish(self, blocks: Blocks, chain: HashChain, tokens: Tokens, first: int, last: int, step: int) -> None:
+        """Blocks first..last-1 of a sequence are full of `tokens`; step: 0, or the step in flight that computes them."""
+        if not self.caching or last <= first:
+            return
+        chain.extend(tokens, last)
+        for index in range(first, last):
+            block = int(blocks[index])
+            if not self.pool.has_content[block] and self.cache.register(block, chain.digests[index], chain.pieces[index], step):
+                self.pool.set_content(block)
+
+    def forget(self, blocks: Blocks) -> None:
+        """Their content is bad: nobody may find them again."""
+        for block in blocks[self.pool.has_content[blocks]].tolist():
+            self.cache.forget(block)
+            self.pool.drop_content(block)
+
+    def forget_provisional(self, blocks: Blocks) -> None:
+        """Their holder leaves before their step is applied."""
+        self.forget(np.array([block for block in blocks.tolist() if self.cache.is_provisional(block)], np.int64))
+
+    def applied(self, step: int) -> None:
+        """The result of `step` is in."""
+        self.cache.confirm(step)
+        self.pool.end_holds(step)
+
+    def _take(self, count: int) -> Blocks:
+        blocks = self.pool.take(count)
+        stale = blocks[self.pool.has_content[blocks]]
+        for block in stale.tolist():
+            self.cache.forget(block)
+        self.pool.has_content[stale] = False
+        return blocks

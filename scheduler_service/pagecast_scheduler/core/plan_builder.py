@@ -1,0 +1,71 @@
+"""Collects one step's decisions and turns them into an immutable StepPlan."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagecast_scheduler.core.request import Sequence
+from pagecast_scheduler.core.rows import Index
+from pagecast_wire.codec import pack_u32
+from pagecast_wire.plan import Admission, StepPlan
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class PlanDraft:
+    """What the plan being made holds so far. stepping: rows that decode, ascending. stalled: decoding rows without a block for it."""
+
+    num_steps: int = 1
+    stepping: Index = field(default_factory=lambda: _NONE)
+    stalled: list[int] = field(default_factory=list)
+    grown_rows: list[Index] = field(default_factory=list)
+    grown_blocks: list[Index] = field(default_factory=list)
+    chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, start, length)
+    finishing: list[int] = field(default_factory=list)  # rows whose chunk reaches the end of their known tokens
+    admissions: list[Admission] = field(default_factory=list)
+    touched: set[int] = field(default_factory=set)  # rows that already have a part in this plan beyond decoding: never victims
+
+    def grow(self, rows: Index, blocks: Index) -> None:
+        self.grown_rows.append(rows)
+        self.grown_blocks.append(blocks)
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.stepping) and not self.chunks
+
+    def drop_row(self, row: int) -> None:
+        """The row was preempted after it had been given blocks here."""
+        for at, rows in enumerate(self.grown_rows):
+            keep = rows != row
+            if not keep.all():
+                self.grown_rows[at], self.grown_blocks[at] = rows[keep], self.grown_blocks[at][keep]
+
+    def build(self, epoch: int, step: int, released: list[int], paused: Index, checksum: int) -> StepPlan:
+        columns = {}
+        if self.grown_rows:
+            columns["grown_rows"] = _pack_parts(self.grown_rows)
+            columns["grown_blocks"] = _pack_parts(self.grown_blocks)
+        if self.chunks:
+            table = np.array(self.chunks, np.int64)
+            columns["chunk_rows"], columns["chunk_starts"], columns["chunk_lengths"] = (pack_u32(table[:, i]) for i in range(3))
+        if len(paused) or self.stalled:
+            columns["paused"] = pack_u32(np.union1d(paused, np.array(self.stalled, np.int64)))
+        return StepPlan(
+            epoch=epoch, step=step, num_steps=self.num_steps, released=pack_u32(released) if released else b"",
+            admissions=tuple(self.admissions), table_checksum=checksum, **columns,
+        )  # fmt: skip
+
+
+def _pack_parts(parts: list[Index]) -> bytes:
+    return pack_u32(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+def admission(seq: Sequence, blocks: Index, num_computed: int) -> Admission:
+    """The wire form of a sequence entering its row."""
+    request = seq.request
+    return Admission(
+        row=seq.row, tokens=pack_u32(seq.tokens[: seq.num_tokens]), num_prompt_tokens=request.num_prompt_tokens, blocks=pack_u32(blocks),
+        num_computed_tokens=num_computed, max_tokens=request.max_tokens, min_tokens=request.min_tokens,
+        stop_token_ids=request.submit.stop.stop_token_ids, sampling=request.sampling, sequence=seq.index,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Decisions as pure functions: they read numbers and return a choice, and change nothing."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A running sequence as victim choice sees it. urgency: its class now, ageing included, lower is more urgent.
+
+    lost_tokens: computed tokens that a preemption throws away. protected: it already has a part in the plan being made."""
+
+    row: int
+    urgency: int
+    order: int
+    lost_tokens: int
+    paused: bool = False
+    protected: bool = False
+
+
+def urgency(priority: int, waited_us: int, ageing_us: int) -> int:
+    """Priority class after ageing: one class less for every ageing_us since arrival, down to -1 (overdue)."""
+    return max(-1, priority - waited_us // ageing_us)
+
+
+def choose_victim(candidates: list[Running], requester: Running) -> Running | None:
+    """Whom to preempt so that `requester` gets a block: least lost work, paused ones before all others.
+
+    Never the oldest running one (which guarantees progress), never one more urgent than the requester, never the requester.
+    """
+    awake = [c for c in candidates if not c.paused]
+    oldest = min(awake, key=lambda c: c.order) if awake else None
+    eligible = [
+        c for c in candidates
+        if c.row != requester.row and c is not oldest and not c.protected and c.urgency >= requester.urgency
+    ]  # fmt: skip
+    return min(eligible, key=lambda c: (not c.paused, c.lost_tokens, -c.order), default=None)
+
+
+def must_stall(candidates: list[Running], requester: Running) -> bool:
+    """Without a victim the requester waits in place if it is the oldest, else gives its own blocks up."""
+    return all(requester.order <= c.order for c in candidates if not c.paused)
+
+
+def admission_fits(needed: int, num_free: int, num_reserved: int, num_active: int) -> bool:
+    """Whether a sequence may enter: all blocks of its known tokens are there besides what running prefills still need.
+
+    While others run, one block in reserve for every eight of them keeps it from being preempted again at once."""
+    return needed <= num_free - num_reserved - -(-num_active // 8)
+
+
+def chunk_length(remaining: int, budget: int, room: int) -> int:
+    """Prefill tokens for one row in this step. room: tokens that its blocks and the free ones still hold."""
+    return max(0, min(remaining, budget, room))
+
+
+def steps_in_plan(max_steps: int, most_remaining: int, us_to_next_limit: int | None, step_us: float) -> int:
+    """How many decode steps one plan may carry: not more than the longest row still takes, nor past the next time limit."""
+    steps = min(max_steps, most_remaining)
+    if us_to_next_limit is not None and step_us > 0:
+        steps = min(steps, int(us_to_next_limit / step_us))
+    return max(1, steps)
+
+
+def cannot_finish(estimate_us: int, left_us: int, percent: int) -> bool:
+    """Conservative: `percent` of the estimate alone is more than the time left. An estimate of 0 says nothing."""
+    return estimate_us * percent // 100 > left_us

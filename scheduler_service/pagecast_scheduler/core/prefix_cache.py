@@ -1,0 +1,102 @@
+"""Which block holds which tokens: a SHA-256 chain over full blocks, seeded by the request's namespace.
+
+The digest of a block covers its tokens, every token before it and the namespace, so equal digests mean equal KV. Token ids are compared
+on every hit all the same: a collision, or a bug here, may cost a recompute but never a wrong answer. The cache owns no block; it says
+what is in them.
+"""
+
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class HashChain:
+    """Digests of the full blocks of one growing token list, computed once and only as far as asked.
+
+    digests[i] and pieces[i] are the digest and the token bytes of block i.
+    """
+
+    __slots__ = ("_block_size", "digests", "pieces", "seed")
+
+    def __init__(self, namespace: bytes, block_size: int) -> None:
+        self.seed = sha256(b"pagecast-prefix\0" + namespace).digest()
+        self._block_size = block_size
+        self.digests: list[bytes] = []
+        self.pieces: list[bytes] = []
+
+    def extend(self, tokens: NDArray[np.uint32], num_blocks: int) -> None:
+        """Cover the first `num_blocks` blocks of `tokens`, whose earlier part never changes between calls."""
+        have = len(self.digests)
+        if have >= num_blocks:
+            return
+        size = self._block_size
+        data = tokens[have * size : num_blocks * size].astype("<u4", copy=False).tobytes()
+        width = 4 * size
+        digest = self.digests[-1] if have else self.seed
+        for start in range(0, len(data), width):
+            piece = data[start : start + width]
+            digest = sha256(digest + piece).digest()
+            self.digests.append(digest)
+            self.pieces.append(piece)
+
+
+class PrefixCache:
+    """Digest → block. An entry is provisional from the plan that computes it until that step's result is applied."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, int] = {}
+        self._entries: dict[int, tuple[bytes, bytes]] = {}  # block -> (digest, token bytes)
+        self._provisional: dict[int, list[int]] = {}  # step -> blocks
+        self._step_of: dict[int, int] = {}  # provisional block -> step
+        self.num_changes = 0  # grows with every entry, so that a blocked request knows when another lookup is worth it
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def lookup(self, chain: HashChain, tokens: NDArray[np.uint32], max_blocks: int) -> list[int]:
+        """Blocks of the longest cached prefix of `tokens`, at most `max_blocks` of them."""
+        hits: list[int] = []
+        stride = 16  # hash ahead in strides: a miss costs at most one
+        for index in range(max_blocks):
+            if index >= len(chain.digests):
+                chain.extend(tokens, min(max_blocks, index + stride))
+            block = self._blocks.get(chain.digests[index])
+            if block is None or self._entries[block][1] != chain.pieces[index]:
+                break
+            hits.append(block)
+        return hits
+
+    def register(self, block: int, digest: bytes, piece: bytes, step: int) -> bool:
+        """Remember what `block` holds; step > 0 makes it provisional until that step is applied. False if the content is cached already."""
+        if digest in self._blocks:
+            return False
+        self._blocks[digest] = block
+        self._entries[block] = (digest, piece)
+        self.num_changes += 1
+        if step:
+            self._provisional.setdefault(step, []).append(block)
+            self._step_of[block] = step
+        return True
+
+    def confirm(self, step: int) -> None:
+        """Step `step` was applied: what it computed is real."""
+        for block in self._provisional.pop(step, ()):
+            if self._step_of.get(block) == step:
+                del self._step_of[block]
+
+    def forget(self, block: int) -> None:
+        """Drop the entry of a block that is evicted or whose content proved bad."""
+        digest, _ = self._entries.pop(block)
+        del self._blocks[digest]
+        self._step_of.pop(block, None)
+
+    def holds(self, block: int) -> bool:
+        return block in self._entries
+
+    def is_provisional(self, block: int) -> bool:
+        return block in self._step_of
+
+    def entries(self) -> dict[int, tuple[bytes, bytes]]:
+        """block -> (digest, token bytes), for the auditor."""
+        return self._entries

@@ -1,0 +1,120 @@
+"""The waiting queue: who is next.
+
+Order: priority class (ageing included), preempted and recovered sequences first within it, then the tenant least served so far, then the
+nearest deadline (the least slack), then arrival. After waiting (class + 1) * ageing_us a sequence enters the *overdue* lane, which comes
+before every class and is served strictly by arrival.
+
+Starvation bound: from then on only sequences that arrived earlier, and at most max_head_passes smaller ones that slip past it while
+it does not fit, are admitted before it. Both are bounded by what was accepted before, each of those by its max_tokens, so the
+wait is finite whatever arrives later.
+"""
+
+import heapq
+
+from pagecast_scheduler.core.request import Sequence
+from pagecast_scheduler.core.tenants import Tenants
+
+OVERDUE = -1
+_LANES = (OVERDUE, 0, 1, 2)
+_Entry = tuple[int, int, int, Sequence]  # (deadline or 0, order, ticket, sequence); tickets are unique, so sequences never compare
+
+
+class WaitingQueue:
+    """Heaps per lane and tenant with lazy deletion: an entry counts only while its ticket is its sequence's current one."""
+
+    def __init__(self, tenants: Tenants, ageing_us: int) -> None:
+        self._tenants = tenants
+        self._ageing_us = ageing_us
+        self._first: dict[int, list[_Entry]] = {lane: [] for lane in _LANES}
+        self._by_tenant: dict[int, dict[int, list[_Entry]]] = {lane: {} for lane in _LANES}
+        self._promotions: list[tuple[int, int, Sequence]] = []
+        self._tickets = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, seq: Sequence, now: int) -> None:
+        """Enter by what the sequence is owed: its class less one for every ageing_us since its arrival."""
+        assert not seq.queued
+        seq.queued = True
+        self._size += 1
+        waited = (now - seq.request.arrival) // self._ageing_us
+        self._enter(seq, max(OVERDUE, seq.request.priority - waited))
+
+    def remove(self, seq: Sequence) -> None:
+        """Leave the queue; the heap entries die with the ticket."""
+        assert seq.queued
+        seq.queued = False
+        seq.ticket = 0
+        self._size -= 1
+
+    def take(self, now: int) -> Sequence | None:
+        """The sequence to admit next. It stays a member: the caller ends that with `remove`, or takes it back with `put_back`."""
+        self._promote(now)
+        for lane in _LANES:
+            if _top(self._first[lane]) is not None:
+                return heapq.heappop(self._first[lane])[3]
+            tenant = self._least_served(lane)
+            if tenant is not None:
+                return heapq.heappop(self._by_tenant[lane][tenant])[3]
+        return None
+
+    def put_back(self, seq: Sequence) -> None:
+        """A taken sequence could not be admitted: it waits where it was."""
+        heap, entry = self._place(seq)
+        heapq.heappush(heap, entry)
+
+    def waiting(self) -> list[Sequence]:
+        """Everyone in the queue, in about the order of admission. Costs a sort: for reports, not for steps."""
+        entries = [(lane, 0, 0, e) for lane in _LANES for e in self._first[lane]]
+        entries += [
+            (lane, 1, int(self._tenants.served[tenant]), e)
+            for lane in _LANES
+            for tenant, heap in self._by_tenant[lane].items()
+            for e in heap
+        ]
+        live = [entry for entry in entries if entry[3][3].ticket == entry[3][2]]
+        live.sort(key=lambda entry: (*entry[:3], *entry[3][:3]))
+        return [entry[3][3] for entry in live]
+
+    def _enter(self, seq: Sequence, lane: int) -> None:
+        self._tickets += 1
+        seq.ticket, seq.lane = self._tickets, lane
+        self.put_back(seq)
+        if lane != OVERDUE:
+            steps = seq.request.priority - lane + 1
+            heapq.heappush(self._promotions, (seq.request.arrival + steps * self._ageing_us, seq.ticket, seq))
+
+    def _place(self, seq: Sequence) -> tuple[list[_Entry], _Entry]:
+        request = seq.request
+        if seq.lane == OVERDUE or seq.resumed:
+            return self._first[seq.lane], (0, request.order, seq.ticket, seq)
+        return self._by_tenant[seq.lane].setdefault(request.tenant, []), (request.deadline, request.order, seq.ticket, seq)
+
+    def _promote(self, now: int) -> None:
+        while self._promotions and self._promotions[0][0] <= now:
+            _, ticket, seq = heapq.heappop(self._promotions)
+            if seq.ticket == ticket:
+                self._enter(seq, seq.lane - 1)
+
+    def _least_served(self, lane: int) -> int | None:
+        """The tenant whose head is next in the lane."""
+        best: tuple[int, _Entry, int] | None = None
+        heaps = self._by_tenant[lane]
+        for tenant in list(heaps):
+            entry = _top(heaps[tenant])
+            if entry is None:
+                del heaps[tenant]
+                continue
+            key = (int(self._tenants.served[tenant]), entry, tenant)
+            if best is None or key < best:
+                best = key
+        return None if best is None else best[2]
+
+
+def _top(heap: list[_Entry]) -> _Entry | None:
+    """First live entry; dead ones before it are dropped."""
+    while heap and heap[0][3].ticket != heap[0][2]:
+        heapq.heappop(heap)
+    return heap[0] if heap else None

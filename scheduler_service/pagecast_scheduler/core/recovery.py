@@ -1,0 +1,70 @@
+"""After the loss of a worker group: everybody waits again with the history that was applied, and crashes are traced to requests."""
+
+from pagecast_scheduler.core.kv_manager import KvManager
+from pagecast_scheduler.core.request import Request, Status
+from pagecast_scheduler.core.state import State
+from pagecast_wire.intake import Phase
+from pagecast_wire.sampling import FinishReason
+
+SUSPECT_AFTER = 2
+"""Crashes in a row after which a request must run alone."""
+
+
+def fail_epoch(s: State, now: int) -> None:
+    """epoch += 1 with nothing in flight and an empty pool. A request that crashed the group alone ends with POISON_REQUEST."""
+    present = _present(s) if s.in_flight else {}
+    s.epoch += 1
+    s.step = s.applied_step = 0
+    s.in_flight.clear()
+    s.totals.num_recoveries += 1
+    culprit = s.alone if s.alone is not None and s.alone.key in present else None
+    for seq in [*s.rows.running(), *(entry.seq for entry in s.detached.values())]:
+        if seq.row >= 0:
+            seq.num_recomputed_tokens += s.rows.computed(seq.row)
+            s.leave_row(seq, keep_content=False)
+        seq.detached = None
+        seq.num_recoveries += 1
+        seq.status = Status.WAITING
+        seq.resumed = True
+        s.enqueue(seq, now)
+        s.report(seq, Phase.RECOVERING)
+    s.detached.clear()
+    s.released = []
+    s.kv = KvManager(s.config)
+    s.alone = None
+    _count_crashes(s, present)
+    _end_hopeless(s, culprit, now)
+
+
+def _present(s: State) -> dict[int, int]:
+    """Requests with work in flight: key -> most tokens that any of their sequences was planned to hold."""
+    present: dict[int, int] = {}
+    for seq in s.rows.running():
+        key = seq.request.key
+        present[key] = max(present.get(key, 0), int(s.rows.num_planned[seq.row]))
+    for entry in s.detached.values():
+        present[entry.seq.request.key] = entry.seq.request.max_tokens
+    return present
+
+
+def _count_crashes(s: State, present: dict[int, int]) -> None:
+    for request in s.requests.values():
+        if request.key not in present:
+            if request.key not in s.suspects:
+                request.num_crashes = 0
+            continue
+        request.num_crashes += 1
+        request.crash_tokens = present[request.key]
+        if request.num_crashes >= SUSPECT_AFTER:
+            s.suspects[request.key] = request
+
+
+def _end_hopeless(s: State, culprit: Request | None, now: int) -> None:
+    for request in list(s.requests.values()):
+        for seq in request.sequences:
+            if seq.status is Status.FINISHED:
+                continue
+            if request is culprit:
+                s.finish(seq, FinishReason.POISON_REQUEST, now)
+            elif seq.num_recoveries > s.config.max_recoveries:
+                s.finish(seq, FinishReason.WORKER_LOST, now)

@@ -1,0 +1,99 @@
+"""Cold data of requests and sequences: what the scheduler knows of them outside the arrays of running rows.
+
+A request owns one or more sequences (num_sequences). A sequence is WAITING, RUNNING or FINISHED; what a client sees of it
+(queued, prefilling, decoding, paused, recovering) is derived, see `phase_of`.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagecast_scheduler.core.prefix_cache import HashChain
+from pagecast_wire.intake import KEY_BITS, Phase, Submit
+from pagecast_wire.sampling import SamplingParams
+
+NEVER = 1 << 62
+"""A time that does not come."""
+
+
+class Status(IntEnum):
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One accepted request. Times are absolute microseconds; NEVER where there is no limit."""
+
+    key: int
+    slot: int  # front end that named the key
+    submit: Submit
+    num_prompt_tokens: int
+    max_tokens: int  # prompt and output together
+    min_tokens: int
+    arrival: int
+    order: int  # unique, grows with arrival: ties are broken by it
+    tenant: int  # index into the tenant counters
+    deadline: int
+    budget_end: int
+    queue_end: int
+    sequences: list["Sequence"] = field(default_factory=list)
+    held: list["Sequence"] = field(default_factory=list)  # siblings that wait until the first one has planned the whole prompt
+    num_open: int = 0
+    paused: bool = False
+    started: bool = False  # any sequence was ever admitted
+    num_crashes: int = 0  # worker groups lost in a row while this request was in a step in flight
+    crash_tokens: int = 0  # once any sequence holds more tokens than this, a suspect is cleared
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.submit.sampling
+
+    @property
+    def priority(self) -> int:
+        return self.submit.priority
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output of a request.
+
+    tokens: u32, prompt and applied output; exact while the sequence has no row, else the row's tokens count. num_tokens of them are
+    valid (the array may be longer after a detach).
+    """
+
+    request: Request
+    index: int
+    tokens: NDArray[np.uint32]
+    num_tokens: int
+    chain: HashChain
+    status: Status = Status.WAITING
+    row: int = -1
+    detached: tuple[int, int] | None = None  # (row, generation) it had, while its last results are in flight
+    recovering: bool = False
+    resumed: bool = False  # preempted or recovered: goes to the head of its class
+    queued: bool = False
+    ticket: int = 0  # number of its valid queue entry
+    lane: int = 0  # class it waits in now, ageing included
+    blocked: tuple[int, int] = (0, -1)  # (free blocks it lacked, PrefixCache.num_changes) when last looked at
+    passes: int = 0  # admissions that went past it while it was the blocked head
+    admitted_at: int = -1
+    first_token_at: int = -1
+    num_cached_tokens: int = 0  # prefix hits of the first admission
+    hit_tokens: int = 0  # prefix hits of the current admission
+    num_recomputed_tokens: int = 0
+    num_preemptions: int = 0
+    num_recoveries: int = 0
+    reported: Phase = Phase.QUEUED
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.request.num_prompt_tokens
+
+
+def slot_of(key: int) -> int:
+    """Front end that owns a key."""
+    return key >> KEY_BITS

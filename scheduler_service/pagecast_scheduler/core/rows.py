@@ -1,0 +1,139 @@
+"""Running sequences as a struct of arrays: one row each, the same row number that the workers use.
+
+The decode path reads and writes whole arrays; nothing here holds or loops over a Python object per sequence, except the list that leads
+from a row back to its sequence when something rare happens to it.
+"""
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagecast_scheduler.core.request import Sequence
+
+FAR = np.iinfo(np.int32).max
+"""A token count that no row reaches."""
+
+Index = NDArray[np.int64]
+
+
+class Rows:
+    """Arrays [max_num_seqs], by row.
+
+    num_tokens: applied tokens (prompt and output). num_planned: tokens once every plan in flight is applied; a decoding row's KV is
+    planned for num_planned - 1 of them. num_computed: planned KV of a row that still prefills. capacity: tokens its blocks hold, FAR
+    for a row that does not step. stepping: 1 where the row decodes in the next step. generation: changes when the row is freed,
+    so that late results find nobody.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        def column(dtype: type, fill: int = 0) -> NDArray[np.int64]:
+            return np.full(num_rows, fill, dtype)
+
+        self.tokens: NDArray[np.uint32] = np.zeros((num_rows, max_model_len), np.uint32)
+        self.num_tokens = column(np.int32)
+        self.num_prompt = column(np.int32)
+        self.num_planned = column(np.int32)
+        self.num_computed = column(np.int32)
+        self.max_tokens = column(np.int32, FAR)
+        self.capacity = column(np.int32, FAR)
+        self.stepping = column(np.int32)
+        self.decoding = np.zeros(num_rows, np.bool_)
+        self.paused = np.zeros(num_rows, np.bool_)
+        self.generation = column(np.int64)
+        self.key = np.zeros(num_rows, np.uint64)
+        self.index = np.zeros(num_rows, np.uint32)
+        self.slot = column(np.int64)
+        self.tenant = column(np.int64)
+        self.owners: list[Sequence | None] = [None] * num_rows
+        self.prefilling: list[int] = []  # rows with prompt or history left to compute, oldest admission first
+        self.num_active = 0
+        self.num_paused = 0
+        self.num_freed = 0  # changes exactly when some generation does
+        self.version = 0  # changes whenever the set of stepping rows does
+        self.high = 0  # rows at and above this are free
+        self._free = list(range(num_rows))  # a heap: low rows first keep the arrays dense
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def open(self, seq: Sequence, num_computed: int) -> int:
+        """Give `seq` the lowest free row, prefilling from num_computed on."""
+        row = heapq.heappop(self._free)
+        request = seq.request
+        count = seq.num_tokens
+        self.tokens[row, :count] = seq.tokens[:count]
+        self.num_tokens[row] = self.num_planned[row] = count
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_computed[row] = num_computed
+        self.max_tokens[row] = request.max_tokens
+        self.key[row], self.index[row] = request.key, seq.index
+        self.slot[row], self.tenant[row] = request.slot, request.tenant
+        self.paused[row] = request.paused
+        self.num_paused += request.paused
+        self.owners[row] = seq
+        self.prefilling.append(row)
+        self.num_active += 1
+        self.high = max(self.high, row + 1)
+        seq.row = row
+        return row
+
+    def start_decoding(self, row: int, capacity: int) -> None:
+        """The plan being made reaches the end of the row's known tokens: it samples now and decodes from the next step on."""
+        self.prefilling.remove(row)
+        self.decoding[row] = True
+        self.num_planned[row] += 1
+        self._refresh(row, capacity)
+
+    def set_paused(self, row: int, paused: bool, capacity: int) -> None:
+        self.num_paused += int(paused) - int(self.paused[row])
+        self.paused[row] = paused
+        if self.decoding[row]:
+            self._refresh(row, capacity)
+
+    def close(self, row: int) -> None:
+        """Free the row; its generation ends."""
+        seq = self.owners[row]
+        assert seq is not None
+        seq.row = -1
+        self.owners[row] = None
+        if not self.decoding[row]:
+            self.prefilling.remove(row)
+        self.num_paused -= int(self.paused[row])
+        self.decoding[row] = self.paused[row] = False
+        self.stepping[row] = self.num_tokens[row] = self.num_planned[row] = self.num_computed[row] = 0
+        self.max_tokens[row] = self.capacity[row] = FAR
+        self.generation[row] += 1
+        self.num_active -= 1
+        self.num_freed += 1
+        self.version += 1
+        heapq.heappush(self._free, row)
+        while self.high and self.owners[self.high - 1] is None:
+            self.high -= 1
+
+    def computed(self, row: int) -> int:
+        """Tokens whose KV is written once every plan in flight has run."""
+        return int(self.num_planned[row]) - 1 if self.decoding[row] else int(self.num_computed[row])
+
+    def owner(self, row: int) -> Sequence:
+        seq = self.owners[row]
+        assert seq is not None
+        return seq
+
+    def running(self) -> list[Sequence]:
+        """Sequences that have a row, by row."""
+        return [seq for seq in self.owners[: self.high] if seq is not None]
+
+    def stepping_rows(self) -> Index:
+        return np.flatnonzero(self.stepping[: self.high])
+
+    def sitting_out(self) -> Index:
+        """Decoding rows that are paused."""
+        return np.flatnonzero(self.decoding[: self.high] & self.paused[: self.high])
+
+    def _refresh(self, row: int, capacity: int) -> None:
+        steps = bool(self.decoding[row]) and not bool(self.paused[row])
+        self.stepping[row] = steps
+        self.capacity[row] = capacity if steps else FAR
+        self.version += 1

@@ -1,0 +1,196 @@
+"""The scheduler core: values in, values out. No clock, no socket, no randomness; `now` is a monotonic time in microseconds.
+
+`Scheduler` is the door; it owns a `State`. Requests enter through `intake`, steps are made by `planning`, results come in through
+`applying`, and `recovery` starts a new epoch.
+"""
+
+from dataclasses import dataclass
+
+from pagecast_scheduler.core import applying, intake, planning, recovery
+from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.request import Request, Sequence, Status
+from pagecast_scheduler.core.state import State
+from pagecast_wire.intake import Accepted, FrontendBatch, Phase, Progress, Rejected, Submit
+from pagecast_wire.plan import StartEpoch, StepPlan
+from pagecast_wire.result import StepResult
+from pagecast_wire.sampling import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counters for EngineStatus. Blocks exclude the null block; the rest are sequences or tokens since the start."""
+
+    epoch: int
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_referenced: int
+    num_blocks_cached: int
+    prefix_tokens_asked: int
+    prefix_tokens_hit: int
+    num_preemptions: int
+    num_recoveries: int
+    output_tokens: int
+    prompt_tokens: int
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, epoch: int) -> None:
+        self.state = State.create(config, epoch)
+
+    def submit(self, submit: Submit, now: int) -> Accepted | Rejected:
+        """Accept a request into the queue, or say why not."""
+        s = self.state
+        refusal = intake.check(s, submit)
+        if refusal is not None:
+            return refusal
+        request = intake.build(s, submit, now)
+        request.tenant = s.tenants.enter(submit.tenant)
+        s.orders += submit.num_sequences
+        request.num_open = len(request.sequences)
+        s.requests[request.key] = request
+        s.num_queued_requests += 1
+        s.num_queued_tokens += request.num_prompt_tokens
+        s.timers.add(request)
+        position = len(s.queue)
+        first, *request.held = request.sequences
+        s.enqueue(first, now)
+        for seq in list(request.sequences):
+            if seq.num_tokens >= request.max_tokens:  # its history was complete when the scheduler was lost
+                s.finish(seq, FinishReason.LENGTH, now)
+        return Accepted(request.key, position)
+
+    def abort(self, key: int, now: int) -> None:
+        """End every sequence of a request with CANCELLED."""
+        request = self.state.requests.get(key)
+        if request is not None:
+            self._end(request, FinishReason.CANCELLED, now)
+
+    def stop_at(self, key: int, sequence: int, keep: int, now: int) -> None:
+        """The front end found a stop text: the sequence ends with STOP and `keep` output tokens count."""
+        request = self.state.requests.get(key)
+        if request is None or not 0 <= sequence < len(request.sequences):
+            return
+        seq = request.sequences[sequence]
+        if seq.status is not Status.FINISHED:
+            self.state.finish(seq, FinishReason.STOP, now, keep=keep)
+
+    def pause(self, key: int, paused: bool, now: int) -> None:
+        """Flow control: sequences of a paused request sit out steps and keep their blocks; waiting ones stay out of the queue."""
+        s = self.state
+        request = s.requests.get(key)
+        if request is None or request.paused == paused:
+            return
+        request.paused = paused
+        for seq in request.sequences:
+            self._pause_sequence(seq, paused, now)
+        if paused and s.alone is request:
+            s.alone = None
+
+    def drop_frontend(self, slot: int, now: int) -> None:
+        """A front end vanished: its requests are cancelled and nobody is told."""
+        for request in [r for r in self.state.requests.values() if r.slot == slot]:
+            self._end(request, FinishReason.CANCELLED, now)
+        self.state.outputs.drop(slot)
+
+    def start_epoch(self) -> StartEpoch:
+        """The message that opens the current epoch."""
+        c = self.state.config
+        return StartEpoch(self.state.epoch, c.num_blocks, c.block_size, c.max_num_seqs, c.max_model_len, c.max_num_batched_tokens)
+
+    def plan_step(self, now: int) -> StepPlan | None:
+        """The next plan, or None: nothing to do, or max_plans_in_flight reached."""
+        s = self.state
+        due = s.timers.next()
+        if due is not None and due <= now:
+            self._expire(now)
+        if len(s.in_flight) >= s.config.max_plans_in_flight or not (s.rows.num_active or len(s.queue)):
+            return None
+        if len(s.queue):
+            self._report_positions(now)
+            gathered = self._gathered_at()
+            if gathered is not None and gathered > now:
+                return None
+        return planning.make_plan(s, now)
+
+    def apply_result(self, result: StepResult, now: int) -> None:
+        """Take in what a plan produced; results of another epoch and duplicates are ignored. Raises applying.ResultError."""
+        applying.apply_result(self.state, result, now)
+
+    def fail_epoch(self, now: int) -> None:
+        """The worker group is lost: a new epoch begins, running sequences wait again with their history."""
+        recovery.fail_epoch(self.state, now)
+
+    def take_batches(self) -> list[tuple[int, FrontendBatch]]:
+        """All that front ends have not been told yet: (front end slot, batch), one per slot."""
+        return self.state.outputs.take(self.state.applied_step)
+
+    def next_wakeup(self, now: int) -> int | None:
+        """When time alone changes something: a limit falls due, or a first batch has gathered long enough."""
+        times = [time for time in (self.state.timers.next(), self._gathered_at()) if time is not None]
+        return min(times, default=None)
+
+    def stats(self) -> SchedulerStats:
+        s, pool, totals = self.state, self.state.kv.pool, self.state.totals
+        waiting = sum(r.num_open for r in s.requests.values()) - s.rows.num_active - len(s.detached)
+        return SchedulerStats(
+            epoch=s.epoch, step=s.step, num_running=s.rows.num_active + len(s.detached), num_waiting=waiting,
+            num_blocks=pool.num_blocks - 1, num_blocks_referenced=pool.num_referenced, num_blocks_cached=pool.num_cached,
+            prefix_tokens_asked=totals.prefix_tokens_asked, prefix_tokens_hit=totals.prefix_tokens_hit,
+            num_preemptions=totals.num_preemptions, num_recoveries=totals.num_recoveries, output_tokens=totals.output_tokens,
+            prompt_tokens=totals.prompt_tokens,
+        )  # fmt: skip
+
+    def _end(self, request: Request, reason: FinishReason, now: int) -> None:
+        for seq in request.sequences:
+            if seq.status is not Status.FINISHED:
+                self.state.finish(seq, reason, now)
+
+    def _pause_sequence(self, seq: Sequence, paused: bool, now: int) -> None:
+        s = self.state
+        if seq.status is Status.FINISHED or seq.detached is not None:
+            return
+        if seq.row >= 0:
+            s.rows.set_paused(seq.row, paused, int(s.kv.table.num_blocks[seq.row]) * s.config.block_size)
+            resumed = Phase.DECODING if s.rows.decoding[seq.row] else Phase.PREFILLING
+        else:
+            if paused and seq.queued:
+                s.queue.remove(seq)
+            elif not paused and seq not in seq.request.held:
+                s.enqueue(seq, now)
+            resumed = Phase.QUEUED
+        s.report(seq, Phase.PAUSED_SLOW_CONSUMER if paused else resumed)
+
+    def _expire(self, now: int) -> None:
+        """Limits that fell due end their requests: the caller's deadline first, then the time budget, then the queue limit."""
+        for request in self.state.timers.take_due(now):
+            if not request.num_open:
+                continue
+            if request.deadline <= now:
+                self._end(request, FinishReason.DEADLINE_EXCEEDED, now)
+            elif request.budget_end <= now:
+                self._end(request, FinishReason.TIME_LIMIT, now)
+            elif request.queue_end <= now and not request.started:
+                self._end(request, FinishReason.QUEUE_TIME_EXCEEDED, now)
+
+    def _gathered_at(self) -> int | None:
+        """Until when an idle engine holds its first batch back; None: it does not."""
+        s = self.state
+        delay = s.config.batch_delay_us
+        if not delay or s.rows.num_active or s.in_flight or not len(s.queue) or len(s.queue) >= s.config.max_num_seqs:
+            return None
+        return min(request.arrival for request in s.requests.values()) + delay
+
+    def _report_positions(self, now: int) -> None:
+        """Now and then everybody who waits learns its place; between reports nobody pays for it."""
+        s = self.state
+        if now < s.next_report:
+            return
+        s.next_report = now + s.config.progress_interval_us
+        for position, seq in enumerate(s.queue.waiting()):
+            request = seq.request
+            if seq is request.sequences[0] and now - request.arrival >= s.config.progress_interval_us:
+                s.outputs.add_progress(
+                    request.slot, Progress(request.key, Phase.QUEUED, position, 0, seq.num_tokens, seq.num_cached_tokens)
+                )  # fmt: skip
