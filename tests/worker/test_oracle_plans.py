@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker.oracle_planner import Job, Planner, make_jobs
 
+from pagecast_wire.checksum import table_checksum
 from pagecast_wire.codec import pack_u32, view_u32
 from pagecast_wire.plan import Admission, StartEpoch, StepPlan
 from pagecast_wire.result import FLAG_STOP
@@ -124,8 +125,8 @@ def test_the_checksum_in_a_plan_is_compared() -> None:
     plan = prefill(1, 2, PROMPT, [1, 2, 3])
     twin, _ = opened()
     tokens_of(twin, plan)
-    twin.num_tokens[2] -= 1  # the checksum is of the state before the step's tokens
-    right = twin.checksum()
+    right = table_checksum([(2, len(PROMPT), [1, 2, 3])])
+    assert twin.checksum() == table_checksum([(2, len(PROMPT) + 1, [1, 2, 3])])
     tokens_of(executor, prefill(1, 2, PROMPT, [1, 2, 3], table_checksum=right))
     fresh, _ = opened()
     with pytest.raises(PlanError, match="differ"):
