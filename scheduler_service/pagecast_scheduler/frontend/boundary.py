@@ -1,0 +1,118 @@
+"""The outermost layer of every method: what comes in is decoded safely, what goes wrong leaves as a status without inner text.
+
+Services are registered on a `Boundary` as if it were the server. Each handler gets a deserializer that cannot raise (gRPC would
+send the exception's name) and a wrapper that turns `Refusal` into status details and anything unexpected into INTERNAL with an
+opaque id that also stands in the log.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from pagecast_scheduler.frontend.errors import Reason, Refusal
+
+log = structlog.get_logger("pagecast.frontend")
+
+_MALFORMED = object()
+
+
+def _safe(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """The same deserializer, giving a marker instead of raising on bytes that are not the message."""
+
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except (DecodeError, ValueError, RecursionError):
+            return _MALFORMED
+
+    return decode
+
+
+async def end_with(context: Any, refusal: Refusal) -> None:
+    """Ends the call with the refusal's status and trailers. Never returns."""
+    await context.abort(refusal.reason.code, refusal.text(), refusal.trailers())
+
+
+def _bug(method: str) -> Refusal:
+    """An unexpected exception: the log gets the traceback, the caller an opaque id that names the log line."""
+    error_id = secrets.token_hex(8)
+    log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=True)
+    return Refusal(Reason.BUG, message=f"internal error {error_id}", metadata={"error_id": error_id})
+
+
+def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            if request is _MALFORMED:
+                raise Refusal(Reason.MALFORMED_REQUEST)
+            return await behaviour(request, context)
+        except Refusal as refusal:
+            answer = refusal
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            answer = _bug(method)
+        return await end_with(context, answer)
+
+    return call
+
+
+async def _requests(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in stream:
+        if request is _MALFORMED:
+            raise Refusal(Reason.MALFORMED_REQUEST)
+        yield request
+
+
+def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    """For handlers that are async generators over a request stream (reflection)."""
+
+    async def call(stream: AsyncIterator[Any], context: Any) -> None:
+        try:
+            async for response in behaviour(_requests(stream), context):
+                await context.write(response)
+            return
+        except Refusal as refusal:
+            answer = refusal
+        except (asyncio.CancelledError, grpc.aio.AbortError):
+            raise
+        except Exception:
+            answer = _bug(method)
+        await end_with(context, answer)
+
+    return call
+
+
+def wrap(method: str, handler: Any) -> Any:
+    """A method handler with safe decoding and the error boundary around it. Response streams write through the context."""
+    decode = _safe(handler.request_deserializer)
+    if handler.request_streaming:
+        behaviour = _bidirectional(method, handler.stream_stream)
+        return grpc.stream_stream_rpc_method_handler(behaviour, decode, handler.response_serializer)
+    if handler.response_streaming:
+        return grpc.unary_stream_rpc_method_handler(_unary(method, handler.unary_stream), decode, handler.response_serializer)
+    return grpc.unary_unary_rpc_method_handler(_unary(method, handler.unary_unary), decode, handler.response_serializer)
+
+
+class Boundary:
+    """Takes the place of a server in the generated add_..._to_server functions and registers wrapped handlers on the real one."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Registered handlers cover every method; the generic ones would bypass the boundary."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        """Registers each method of `service`, wrapped."""
+        self.add_service(service, handlers)
+
+    def add_service(self, service: str, handlers: dict[str, Any]) -> None:
+        """Registers methods under a service name of the caller's choice (reflection answers to two)."""
+        wrapped = {name: wrap(f"/{service}/{name}", handler) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))

@@ -1,0 +1,292 @@
+"""The front end's one link to the scheduler: a DEALER socket, the hello, and the way of every batch to its streams.
+
+Owns the slot, the keys and the table of live requests. A scheduler that does not know us (it was restarted) asks for a new hello;
+after its welcome every live request is submitted again with the tokens received so far, then `Ready`. Nothing is sent while no
+scheduler is connected, so nothing stale can arrive at a new one.
+"""
+
+import asyncio
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+import zmq
+
+from pagecast_scheduler.frontend.errors import Reason, Refusal
+from pagecast_scheduler.frontend.streams import RequestStream
+from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
+from pagecast_wire.intake import (
+    KEY_BITS,
+    Abort,
+    EngineStatus,
+    FrontendBatch,
+    FrontendHello,
+    FrontendPing,
+    FrontendRefused,
+    FrontendWelcome,
+    HelloWanted,
+    Ready,
+    RejectReason,
+    ServingState,
+)
+
+log = structlog.get_logger("pagecast.frontend")
+
+TICK_S = 0.25
+PING_S = 1.0
+SILENT_AFTER_S = 5.0
+"""The scheduler sends a status at least every second; after so long without any it counts as lost."""
+LOST_AFTER_S = 60.0
+"""Open streams wait so long for a scheduler to come back."""
+MAX_READS = 64
+"""Messages taken from the socket before other work gets its turn."""
+
+
+class EngineClient:
+    """See the module. All methods run on the event loop that `start` was called on."""
+
+    def __init__(self, address: str, slow_consumer_timeout_s: float) -> None:
+        self.welcome: FrontendWelcome | None = None
+        self.status: EngineStatus | None = None
+        self.refused: str | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self.calls: dict[RequestStream, float] = {}  # every call being answered, with its progress interval
+        self._address = address
+        self._slow_consumer_timeout_s = slow_consumer_timeout_s
+        self._live: dict[int, RequestStream] = {}  # requests that the scheduler has, by key
+        self._incarnation = secrets.token_hex(8)
+        self._next = 0
+        self._slot = -1
+        self._hello_due = True
+        self._is_introducing = False
+        self._last_heard = float("-inf")
+        self._last_ping = float("-inf")
+        self._outbox: deque[bytes] = deque()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the scheduler has been heard lately."""
+        return self.welcome is not None and time.monotonic() - self._last_heard < SILENT_AFTER_S
+
+    @property
+    def state(self) -> ServingState:
+        """State of the engine as far as this process can tell."""
+        if self.welcome is None or self.status is None:
+            return ServingState.STARTING
+        return self.status.state if self.is_connected else ServingState.RECOVERING
+
+    def start(self) -> None:
+        """Dials in; must be called on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.SNDHWM, 100_000), (zmq.RCVHWM, 100_000)):
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        self._socket.setsockopt(zmq.IDENTITY, f"frontend-{self._incarnation}".encode())
+        self._socket.connect(self._address)
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self._tick()
+
+    def close(self) -> None:
+        """Leaves the scheduler; it cancels what is still open."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close(0)
+        self._context.term()
+
+    def open(self, stream: RequestStream, progress_interval_s: float) -> None:
+        """Gives the request its key and submits it. Raises Refusal when there is no scheduler to take it."""
+        if self.welcome is None:
+            raise Refusal(Reason.STARTING)
+        if not self.is_connected:
+            raise Refusal(Reason.RECOVERING)
+        stream.key = self._new_key()
+        submit = msgspec.structs.replace(stream.request.submit, key=stream.key)
+        try:
+            self._socket.send(encode(submit), zmq.NOBLOCK)
+        except zmq.Again:
+            raise Refusal(Reason.OVERLOADED) from None
+        self._live[stream.key] = stream
+        self.calls[stream] = progress_interval_s
+        self._read_soon()
+
+    def finish(self, stream: RequestStream) -> None:
+        """The call is over, however it ended: one abort, unless the scheduler has ended the request."""
+        self.calls.pop(stream, None)
+        if self._live.pop(stream.key, None) is not None:
+            self.send(Abort(keys=(stream.key,)))
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Sends, or keeps for later while the scheduler is slow; while it is gone a resubmission will say it instead."""
+        data = encode(message)
+        if self._outbox:
+            self._outbox.append(data)
+            return
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            self._outbox.append(data)
+        self._read_soon()
+
+    def fail_all(self, reason: Reason) -> None:
+        """Ends every open call."""
+        for stream in list(self.calls):
+            stream.fail(Refusal(reason))
+
+    def _new_key(self) -> int:
+        self._next += 1
+        return self._slot << KEY_BITS | self._next
+
+    def _read_soon(self) -> None:
+        """After a send the socket's descriptor may not signal what has arrived meanwhile; look for it."""
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        for _ in range(MAX_READS):
+            if self._socket.closed:
+                return
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = decode(data, "to_frontend")
+            except WireError as error:
+                log.error("message from the scheduler refused", detail=str(error))
+                continue
+            self._last_heard = time.monotonic()
+            self._handle(message)
+        self._loop.call_soon(self._read)
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case FrontendBatch():
+                self._on_batch(message)
+            case EngineStatus():
+                self.status = message
+                self.on_change()
+            case FrontendWelcome():
+                self._on_welcome(message)
+            case HelloWanted():
+                self._hello_due = True
+                self._hello()
+            case FrontendRefused():
+                self.refused = message.reason
+                self.on_change()
+
+    def _on_batch(self, batch: FrontendBatch) -> None:
+        live = self._live
+        for accepted in batch.accepted:
+            if (stream := live.get(accepted.key)) is not None:
+                stream.on_accepted(accepted.queue_position)
+        for rejected in batch.rejected:
+            if rejected.reason is not RejectReason.DUPLICATE_KEY and (stream := live.pop(rejected.key, None)) is not None:
+                stream.on_rejected(rejected)
+        if batch.keys:
+            self._on_tokens(batch)
+        for progress in batch.progress:
+            if (stream := live.get(progress.key)) is not None:
+                stream.on_progress(progress)
+        for finished in batch.finished:
+            if (stream := live.get(finished.key)) is not None:
+                stream.on_finished(finished)
+                if stream.is_done:
+                    del live[finished.key]
+
+    def _on_tokens(self, batch: FrontendBatch) -> None:
+        """The token columns: one dictionary look-up and one packed append per sequence and step."""
+        live = self._live
+        tokens = memoryview(batch.tokens)
+        columns = (view_u64(batch.keys).tolist(), *(view_u32(c).tolist() for c in (batch.sequences, batch.offsets, batch.counts)))
+        start = 0
+        for key, sequence, offset, count in zip(*columns):
+            end = start + 4 * count
+            stream = live.get(key)
+            if stream is not None:
+                try:
+                    stream.on_tokens(sequence, offset, tokens[start:end])
+                except Exception:
+                    self._on_bug(stream)
+            start = end
+
+    def _on_bug(self, stream: RequestStream) -> None:
+        """One stream's trouble must not touch the others of the batch."""
+        error_id = secrets.token_hex(8)
+        log.error("stream failed", request_id=stream.request.request_id, error_id=error_id, exc_info=True)
+        stream.fail(Refusal(Reason.BUG, message=f"internal error {error_id}", metadata={"error_id": error_id}))
+
+    def _hello(self) -> None:
+        """Introduces this process, if a hello is due and somebody is there to hear it."""
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        hello = FrontendHello(WIRE_VERSION, WIRE_DIGEST, self._incarnation, os.getpid(), namespace, self._slot)
+        try:
+            self._socket.send(encode(hello), zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._hello_due = False
+        self._is_introducing = True
+        self._read_soon()
+
+    def _on_welcome(self, welcome: FrontendWelcome) -> None:
+        """News about the model and its limits; or, after a hello, a scheduler that must be told of everything that is open."""
+        self.welcome = welcome
+        if self._is_introducing:
+            self._is_introducing = False
+            self._resubmit(welcome)
+        self.on_change()
+
+    def _resubmit(self, welcome: FrontendWelcome) -> None:
+        is_new_slot = welcome.slot != self._slot
+        self._slot = welcome.slot
+        self._outbox.clear()
+        streams = list(self._live.values())
+        self._live.clear()
+        now = time.monotonic()
+        for stream in streams:
+            if is_new_slot:
+                stream.key = self._new_key()
+            messages = stream.resubmission(now)
+            if messages:
+                self._live[stream.key] = stream
+            for message in messages:
+                self.send(message)
+        self.send(Ready())
+        log.info("scheduler joined", slot=welcome.slot, scheduler=welcome.scheduler_incarnation, resubmitted=len(self._live))
+
+    def _flush_outbox(self) -> None:
+        while self._outbox:
+            try:
+                self._socket.send(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._outbox.popleft()
+
+    def _tick(self) -> None:
+        """Four times a second: pings, waiting messages, quiet streams, stuck readers, a scheduler that has gone silent."""
+        now = time.monotonic()
+        self._timer = self._loop.call_later(TICK_S, self._tick)
+        if self._hello_due:
+            self._hello()
+        self._flush_outbox()
+        if now - self._last_ping >= PING_S and not self._hello_due:
+            self._last_ping = now  # also before the welcome: a scheduler restarted meanwhile then asks for our hello
+            try:
+                self._socket.send(encode(FrontendPing(slot=self._slot)), zmq.NOBLOCK)
+            except zmq.Again:
+                pass
+        for stream, interval_s in list(self.calls.items()):
+            stream.watch(now, interval_s, self._slow_consumer_timeout_s)
+        if self.welcome is not None and now - self._last_heard > LOST_AFTER_S:
+            self.fail_all(Reason.SCHEDULER_LOST)
+        self.on_change()
+        self._read_soon()

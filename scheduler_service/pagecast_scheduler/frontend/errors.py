@@ -1,0 +1,182 @@
+"""Every way a call can end badly: one table of reasons and status codes, and the google.rpc details that go with them.
+
+Handlers raise `Refusal`; `boundary` turns it into a status with trailers. Texts name field, limit and value; they never hold
+exception text, paths or prompts.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from pagecast_wire.intake import Rejected, RejectReason
+from pagecast_wire.sampling import FinishReason
+
+DOMAIN = "pagecast"
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+_CODE = grpc.StatusCode
+
+
+class Reason(Enum):
+    """Closed set of reasons: (status code, default message). The name goes into ErrorInfo.reason."""
+
+    MALFORMED_REQUEST = (_CODE.INVALID_ARGUMENT, "the request is not a valid message of this method")
+    FIELD_VIOLATION = (_CODE.INVALID_ARGUMENT, "the request has invalid fields")
+    PROMPT_TOO_LONG = (_CODE.INVALID_ARGUMENT, "the prompt is too long")
+    MODEL_UNKNOWN = (_CODE.NOT_FOUND, "no such model is served here")
+    SERVICE_UNKNOWN = (_CODE.NOT_FOUND, "no such service is served here")
+    REQUEST_ID_IN_USE = (_CODE.ALREADY_EXISTS, "a live request already has this request_id")
+    FEATURE_DISABLED = (_CODE.FAILED_PRECONDITION, "the model does not support this")
+    SLOW_CONSUMER = (_CODE.RESOURCE_EXHAUSTED, "the stream was not read for too long")
+    OVERLOADED = (_CODE.UNAVAILABLE, "the queue is full")
+    QUEUE_TIME_EXCEEDED = (_CODE.UNAVAILABLE, "the request would wait, or has waited, longer than max_queue_time")
+    DRAINING = (_CODE.UNAVAILABLE, "the server is shutting down")
+    STARTING = (_CODE.UNAVAILABLE, "the server is still starting")
+    RECOVERING = (_CODE.UNAVAILABLE, "the server is recovering")
+    WORKER_LOST = (_CODE.UNAVAILABLE, "the worker was lost and the request's recovery budget is spent")
+    DRAIN_TIMEOUT = (_CODE.UNAVAILABLE, "the server shut down before the stream ended")
+    SCHEDULER_LOST = (_CODE.UNAVAILABLE, "the scheduler was lost and did not come back in time")
+    DEADLINE_UNREACHABLE = (_CODE.DEADLINE_EXCEEDED, "the deadline cannot be met")
+    DEADLINE_PASSED = (_CODE.DEADLINE_EXCEEDED, "the deadline has passed")
+    BY_ADMIN = (_CODE.CANCELLED, "the request was cancelled by the server")
+    NUMERIC_FAULT = (_CODE.INTERNAL, "the model produced no valid number for this request")
+    POISON_REQUEST = (_CODE.INTERNAL, "the request repeatedly brought a worker down")
+    BUG = (_CODE.INTERNAL, "internal error")
+
+    @property
+    def code(self) -> grpc.StatusCode:
+        """The gRPC status code of this reason."""
+        return self.value[0]
+
+
+RETRY_AFTER_MS = 500
+"""Retry advice where the scheduler gives none of its own."""
+
+_RETRYABLE = frozenset(
+    {
+        Reason.OVERLOADED,
+        Reason.QUEUE_TIME_EXCEEDED,
+        Reason.DRAINING,
+        Reason.STARTING,
+        Reason.RECOVERING,
+        Reason.SCHEDULER_LOST,
+        Reason.WORKER_LOST,
+        Reason.DRAIN_TIMEOUT,
+    }
+)
+
+OF_REJECT: dict[RejectReason, Reason] = {
+    RejectReason.OVERLOADED: Reason.OVERLOADED,
+    RejectReason.STARTING: Reason.STARTING,
+    RejectReason.DRAINING: Reason.DRAINING,
+    RejectReason.RECOVERING: Reason.RECOVERING,
+    RejectReason.PROMPT_TOO_LONG: Reason.PROMPT_TOO_LONG,
+    RejectReason.TOO_MANY_TOKENS: Reason.FIELD_VIOLATION,
+    RejectReason.DEADLINE_UNREACHABLE: Reason.DEADLINE_UNREACHABLE,
+    RejectReason.QUEUE_TIME_EXCEEDED: Reason.QUEUE_TIME_EXCEEDED,
+    RejectReason.DUPLICATE_KEY: Reason.BUG,
+    RejectReason.INVALID: Reason.FIELD_VIOLATION,
+}
+"""One row per way the scheduler refuses a submit."""
+
+OF_FINISH: dict[FinishReason, Reason] = {
+    FinishReason.CANCELLED: Reason.BY_ADMIN,
+    FinishReason.DEADLINE_EXCEEDED: Reason.DEADLINE_PASSED,
+    FinishReason.QUEUE_TIME_EXCEEDED: Reason.QUEUE_TIME_EXCEEDED,
+    FinishReason.NUMERIC_FAULT: Reason.NUMERIC_FAULT,
+    FinishReason.WORKER_LOST: Reason.WORKER_LOST,
+    FinishReason.POISON_REQUEST: Reason.POISON_REQUEST,
+}
+"""One row per way an accepted request ends without success; the other finish reasons are successes."""
+
+_FIELD_OF_WIRE = {
+    "prompt": "spec.input",
+    "max_output_tokens": "spec.stopping.max_output_tokens",
+    "min_output_tokens": "spec.stopping.min_output_tokens",
+    "stop_token_ids": "spec.stopping.stop_token_ids",
+    "stop": "spec.stopping",
+    "sampling": "spec.sampling",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One invalid field: its path in the request, and what is wrong with it (limit and value included)."""
+
+    field: str
+    description: str
+
+
+@dataclass(slots=True, eq=False)
+class Refusal(Exception):
+    """Ends a call with a status. `metadata` goes into ErrorInfo; numbers are given as text there."""
+
+    reason: Reason
+    message: str = ""
+    violations: tuple[Violation, ...] = ()
+    retry_after_ms: int = 0
+    resource: tuple[str, str] | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    def status(self) -> status_pb2.Status:
+        """The google.rpc.Status with every detail that fits."""
+        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason.name, domain=DOMAIN, metadata=self.metadata)]
+        if self.violations:
+            fields = [error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description) for v in self.violations]
+            details.append(error_details_pb2.BadRequest(field_violations=fields))
+        if self.resource is not None:
+            kind, name = self.resource
+            details.append(error_details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=self.message))
+        if delay := self.retry_delay_ms():
+            wait = duration_pb2.Duration()
+            wait.FromMilliseconds(delay)
+            details.append(error_details_pb2.RetryInfo(retry_delay=wait))
+        packed = []
+        for detail in details:
+            packed.append(any_pb2.Any())
+            packed[-1].Pack(detail)
+        return status_pb2.Status(code=self.reason.code.value[0], message=self.text(), details=packed)
+
+    def retry_delay_ms(self) -> int:
+        """Milliseconds a client should wait before a retry; 0: no retry advice."""
+        if self.reason not in _RETRYABLE:
+            return 0
+        return self.retry_after_ms or RETRY_AFTER_MS
+
+    def text(self) -> str:
+        """The status message."""
+        text = self.message or self.reason.value[1]
+        return f"{text}: {'; '.join(f'{v.field}: {v.description}' for v in self.violations)}" if self.violations else text
+
+    def trailers(self) -> Metadata:
+        """Trailing metadata: the binary status and, with RetryInfo, gRPC's own pushback."""
+        trailers: list[tuple[str, str | bytes]] = [("grpc-status-details-bin", self.status().SerializeToString())]
+        if delay := self.retry_delay_ms():
+            trailers.append(("grpc-retry-pushback-ms", str(delay)))
+        return tuple(trailers)
+
+
+def field_violation(path: str, description: str) -> Refusal:
+    """A refusal for one bad field."""
+    return Refusal(Reason.FIELD_VIOLATION, violations=(Violation(path, description),))
+
+
+def model_unknown(name: str) -> Refusal:
+    """NOT_FOUND for a model name, cut so that a long name does not come back in full."""
+    return Refusal(Reason.MODEL_UNKNOWN, resource=("pagecast.v1.Model", name[:128]))
+
+
+def of_rejected(rejected: Rejected) -> Refusal:
+    """What a caller is told when the scheduler refuses its request."""
+    reason = OF_REJECT[rejected.reason]
+    refusal = Refusal(reason, retry_after_ms=rejected.retry_after_ms)
+    if reason in (Reason.PROMPT_TOO_LONG, Reason.FIELD_VIOLATION):
+        path = _FIELD_OF_WIRE.get(rejected.field, "spec")
+        text = f"{rejected.actual} exceeds the limit of {rejected.limit}" if rejected.limit else "is not valid"
+        refusal.violations = (Violation(path, text),)
+        refusal.metadata = {"limit": str(rejected.limit), "actual": str(rejected.actual)}
+    return refusal

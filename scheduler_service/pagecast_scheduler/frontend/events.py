@@ -1,0 +1,160 @@
+"""Public messages out of stream state: events of GenerateStream, and the whole answer of Generate."""
+
+from array import array
+
+from pagecast.v1 import generation_pb2 as pb
+from pagecast_scheduler.frontend.streams import OutputSequence, PreparedRequest, RequestStream
+from pagecast_wire.intake import Phase, Progress, Usage
+from pagecast_wire.sampling import FinishReason
+
+_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+}
+"""The finish reasons that are successes; the others end a call with a status."""
+
+_NO_PROGRESS = Progress(key=0, phase=Phase.QUEUED, queue_position=0, prefill_done=0, prefill_total=0, cached_tokens=0)
+
+
+def effective(request: PreparedRequest) -> pb.EffectiveParameters:
+    """The values that are really used."""
+    sampling, stop = request.submit.sampling, request.submit.stop
+    return pb.EffectiveParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        max_output_tokens=stop.max_output_tokens,
+        min_output_tokens=stop.min_output_tokens,
+    )
+
+
+def usage_of(usages: list[Usage]) -> pb.Usage:
+    """Usage of one sequence, or of several of one request (the prompt counts once)."""
+    return pb.Usage(
+        prompt_tokens=usages[0].prompt_tokens,
+        cached_prompt_tokens=usages[0].cached_tokens,
+        output_tokens=sum(u.output_tokens for u in usages),
+        recomputed_tokens=sum(u.recomputed_tokens for u in usages),
+    )
+
+
+def timings_of(usages: list[Usage]) -> pb.Timings:
+    """Times of a request: the longest of its sequences."""
+    timings = pb.Timings()
+    timings.queue.FromMicroseconds(max(u.queue_us for u in usages))
+    timings.first_token.FromMicroseconds(max(u.first_token_us for u in usages))
+    timings.total.FromMicroseconds(max(u.total_us for u in usages))
+    return timings
+
+
+class EventWriter:
+    """Turns what a stream has gathered into numbered events."""
+
+    def __init__(self, stream: RequestStream) -> None:
+        self._stream = stream
+        self.last_seq = 0
+
+    def accepted(self) -> pb.GenerateStreamResponse:
+        """The first event."""
+        request = self._stream.request
+        event = pb.AcceptedEvent(
+            request_id=request.request_id,
+            model=request.model,
+            model_digest=request.model_digest,
+            prompt_tokens=request.num_prompt_tokens,
+            queue_position=self._stream.queue_position or 0,
+            effective=effective(request),
+        )
+        return self._next(accepted=event)
+
+    def gathered(self, now: float) -> list[pb.GenerateStreamResponse]:
+        """Events for everything that is new: tokens, ends of sequences, completion; or the progress event that is due."""
+        stream = self._stream
+        events: list[pb.GenerateStreamResponse] = []
+        for sequence in stream.sequences:
+            if sequence.is_reported:
+                continue
+            offset, ids, text = sequence.take()
+            if ids or text:
+                events += self._tokens(sequence.index, offset, ids, text)
+            if sequence.finished is not None:
+                sequence.is_reported = True
+                events.append(self._sequence_finished(sequence))
+        if all(sequence.is_reported for sequence in stream.sequences):
+            events.append(self._completed())
+        if stream.is_progress_due:
+            stream.is_progress_due = False
+            if not events:
+                events.append(self._progress(now))
+        return events
+
+    def _next(self, **event: object) -> pb.GenerateStreamResponse:
+        self.last_seq += 1
+        return pb.GenerateStreamResponse(event=pb.StreamEvent(seq=self.last_seq, **event))  # type: ignore[arg-type]
+
+    def _tokens(self, index: int, offset: int, ids: "array[int]", text: str) -> list[pb.GenerateStreamResponse]:
+        spec = self._stream.request.spec
+        shown_ids = ids if spec.want_token_ids else ()
+        shown_text = text if spec.want_text else ""
+        if not shown_ids and not shown_text:
+            return []
+        return [self._next(tokens=pb.TokensEvent(sequence_index=index, first_token_offset=offset, token_ids=shown_ids, text=shown_text))]
+
+    def _sequence_finished(self, sequence: OutputSequence) -> pb.GenerateStreamResponse:
+        reason, stop_text, stop_id, usage = sequence.result()
+        event = pb.SequenceFinishedEvent(sequence_index=sequence.index, reason=_REASONS[reason], usage=usage_of([usage]))
+        if stop_text is not None:
+            event.stop_text = stop_text
+        elif stop_id is not None:
+            event.stop_token_id = stop_id
+        return self._next(sequence_finished=event)
+
+    def _completed(self) -> pb.GenerateStreamResponse:
+        usages = [sequence.result()[3] for sequence in self._stream.sequences]
+        recoveries = max(u.num_recoveries for u in usages)
+        return self._next(completed=pb.CompletedEvent(usage=usage_of(usages), timings=timings_of(usages), num_recoveries=recoveries))
+
+    def _progress(self, now: float) -> pb.GenerateStreamResponse:
+        stream = self._stream
+        known = stream.progress or _NO_PROGRESS
+        phase = known.phase if stream.progress else pb.PHASE_QUEUED
+        if stream.num_emitted and phase in (pb.PHASE_QUEUED, pb.PHASE_PREFILLING):
+            phase = pb.PHASE_DECODING
+        event = pb.ProgressEvent(
+            phase=phase,  # type: ignore[arg-type]
+            queue_position=known.queue_position if stream.progress else stream.queue_position or 0,
+            prefill_done=known.prefill_done,
+            prefill_total=known.prefill_total,
+            cached_prompt_tokens=known.cached_tokens,
+        )
+        event.elapsed.FromMicroseconds(int((now - stream.started) * 1e6))
+        return self._next(progress=event)
+
+
+def whole_answer(stream: RequestStream) -> pb.GenerateResponse:
+    """The answer of Generate for a finished stream."""
+    request = stream.request
+    response = pb.GenerateResponse(
+        request_id=request.request_id, model=request.model, model_digest=request.model_digest, effective=effective(request)
+    )
+    usages = []
+    for sequence in stream.sequences:
+        _, ids, text = sequence.take()
+        reason, stop_text, stop_id, usage = sequence.result()
+        usages.append(usage)
+        shown = response.sequences.add(sequence_index=sequence.index, reason=_REASONS[reason], usage=usage_of([usage]))
+        if request.spec.want_token_ids:
+            shown.token_ids.extend(ids)
+        if request.spec.want_text:
+            shown.text = text
+        if stop_text is not None:
+            shown.stop_text = stop_text
+        elif stop_id is not None:
+            shown.stop_token_id = stop_id
+    response.usage.CopyFrom(usage_of(usages))
+    response.timings.CopyFrom(timings_of(usages))
+    response.num_recoveries = max(u.num_recoveries for u in usages)
+    return response

@@ -1,0 +1,178 @@
+"""GenerationService: from a request to a submitted stream, and from a stream to an answer."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from pagecast.v1 import generation_pb2 as pb
+from pagecast.v1 import generation_pb2_grpc
+from pagecast_scheduler.frontend.detokenizer import Detokenizer
+from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
+from pagecast_scheduler.frontend.events import EventWriter, whole_answer
+from pagecast_scheduler.frontend.namespace import derive
+from pagecast_scheduler.frontend.service_state import ServiceState
+from pagecast_scheduler.frontend.streams import OutputSequence, PreparedRequest, RequestStream
+from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, is_request_id, progress_interval_s
+from pagecast_wire import pack_u32
+from pagecast_wire.intake import Submit
+from pagecast_wire.sampling import StopRules
+
+PRINCIPAL = ""
+"""Every caller is one principal while there is no authentication."""
+MAX_DEADLINE_MS = 1 << 40
+
+
+def request_id_of(spec_id: str, context: Any, max_length: int) -> str:
+    """The request's id: the spec's, else the x-request-id header, else one of ours. Raises Refusal for a bad or repeated header."""
+    given = [value for key, value in context.invocation_metadata() or () if key == "x-request-id"]
+    if len(given) > 1 or any(not isinstance(v, str) or not is_request_id(v, max_length) for v in given):
+        text = f"must be given once, as at most {max_length} printable ASCII characters without spaces"
+        raise Refusal(Reason.FIELD_VIOLATION, violations=(Violation("metadata.x-request-id", text),))
+    return spec_id or (given[0] if given else secrets.token_hex(16))
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Generate and GenerateStream."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+        self._engine = state.engine
+        self._ids_in_use: set[str] = set()
+
+    async def Generate(self, request: Any, context: Any) -> pb.GenerateResponse:
+        """The whole result in one answer."""
+        prepared = await self._prepare(request.spec, context)
+        stream = self._open(prepared, False, 0.0)
+        try:
+            await self._until_accepted(stream, context)
+            while not stream.is_done:
+                await stream.wait()
+            if stream.failure is not None:
+                raise stream.failure
+            return whole_answer(stream)
+        except asyncio.CancelledError:
+            if stream.failure is None:
+                raise
+            raise stream.failure from None
+        finally:
+            self._finish(stream)
+
+    async def GenerateStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        """Events as they come; errors end the call and tell how far it got."""
+        interval_s = progress_interval_s(request.delivery, self._state.limits())
+        prepared = await self._prepare(request.spec, context)
+        stream = self._open(prepared, True, interval_s)
+        writer = EventWriter(stream)
+        try:
+            await self._until_accepted(stream, context)
+            await self._write(stream, context, [writer.accepted()])
+            await self._deliver(stream, writer, context)
+        except asyncio.CancelledError:
+            if stream.failure is None:
+                raise
+            raise _with_progress(stream, writer) from None
+        except Refusal:
+            raise _with_progress(stream, writer) from None
+        finally:
+            self._finish(stream)
+
+    async def _deliver(self, stream: RequestStream, writer: EventWriter, context: Any) -> None:
+        """First token at once; afterwards whatever has gathered while the previous write was under way."""
+        while not all(sequence.is_reported for sequence in stream.sequences):
+            if not stream.has_output():
+                await stream.wait()
+            if stream.failure is not None:
+                raise stream.failure
+            await self._write(stream, context, writer.gathered(time.monotonic()))
+
+    async def _write(self, stream: RequestStream, context: Any, events: list[pb.GenerateStreamResponse]) -> None:
+        stream.writing_since = time.monotonic()
+        for event in events:
+            await context.write(event)
+        stream.writing_since = None
+        stream.note_delivered()
+
+    async def _until_accepted(self, stream: RequestStream, context: Any) -> None:
+        """Waits for admission to the queue; headers go out only then, so that a refusal can be retried elsewhere."""
+        stream.attach()
+        while stream.queue_position is None and not stream.is_done:
+            await stream.wait()
+        if stream.failure is not None:
+            raise stream.failure
+        await context.send_initial_metadata((("x-request-id", stream.request.request_id),))
+
+    def _open(self, prepared: PreparedRequest, is_streaming: bool, interval_s: float) -> RequestStream:
+        """Submits. From here to the handler's `finally` there is no await, so an opened stream is always finished."""
+        spec = prepared.spec
+        eager = bool(spec.stop_texts)
+        detokenizer = None
+        if spec.want_text or eager:
+            detokenizer = Detokenizer(self._state.prompts.tokenizer, spec.stop_texts, spec.min_output_tokens)
+        stream = RequestStream(prepared, [OutputSequence(0, detokenizer, eager)], self._engine.send, is_streaming)
+        if prepared.request_id in self._ids_in_use:
+            raise Refusal(Reason.REQUEST_ID_IN_USE, resource=("pagecast.v1.Request", prepared.request_id))
+        self._engine.open(stream, interval_s or float("inf"))
+        self._ids_in_use.add(prepared.request_id)
+        return stream
+
+    def _finish(self, stream: RequestStream) -> None:
+        self._engine.finish(stream)
+        self._ids_in_use.discard(stream.request.request_id)
+
+    async def _prepare(self, spec: Any, context: Any) -> PreparedRequest:
+        """Checks and tokenizes. Raises Refusal."""
+        state = self._state
+        if state.is_draining:
+            raise Refusal(Reason.DRAINING)
+        state.check_model(spec.model)
+        limits = state.limits()
+        remaining = context.time_remaining()
+        deadline = None if remaining is None else time.monotonic() + remaining
+        checked = check_spec(spec, state.prompts.tokenizer.defaults, secrets.randbits(64), limits)
+        request_id = request_id_of(spec.request_id, context, limits.max_request_id_length)
+        prompt = await state.prompts.prompt_ids(spec, limits)
+        max_output_tokens = check_lengths(checked, prompt, limits)
+        submit = self._submit(checked, prompt, max_output_tokens, deadline)
+        welcome = state.engine.welcome
+        digest = welcome.model.digest if welcome is not None else ""
+        return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline)
+
+    def _submit(self, checked: CheckedSpec, prompt: Sequence[int], max_output_tokens: int, deadline: float | None) -> Submit:
+        """The wire message of a request, without its key."""
+        welcome = self._engine.welcome
+        assert welcome is not None
+        own = () if checked.ignore_eos else welcome.model.eos_token_ids
+        deadline_ms = -1 if deadline is None else max(0, min(MAX_DEADLINE_MS, int((deadline - time.monotonic()) * 1000)))
+        return Submit(
+            key=0,
+            prompt=pack_u32(prompt),
+            sampling=checked.sampling,
+            stop=StopRules(
+                max_output_tokens=max_output_tokens,
+                min_output_tokens=checked.min_output_tokens,
+                stop_token_ids=pack_u32(sorted({*own, *checked.stop_token_ids})),
+            ),
+            cache_namespace=derive(self._state.namespace_key, PRINCIPAL, welcome.model.digest, checked.cache_scope),
+            tenant=PRINCIPAL,
+            priority=checked.priority,
+            deadline_ms=deadline_ms,
+            time_budget_ms=checked.time_budget_ms,
+            max_queue_ms=checked.max_queue_ms,
+            bypass_prefix_cache=checked.bypass_prefix_cache,
+        )
+
+
+def _with_progress(stream: RequestStream, writer: EventWriter) -> Refusal:
+    """The stream's failure, telling what the caller has: emitted_tokens is the billing truth."""
+    failure = stream.failure
+    assert failure is not None
+    failure.metadata = {
+        **failure.metadata,
+        "request_id": stream.request.request_id,
+        "emitted_tokens": str(stream.num_emitted),
+        "last_seq": str(writer.last_seq),
+        "resumable": "false",
+    }
+    return failure

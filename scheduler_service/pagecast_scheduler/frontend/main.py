@@ -1,0 +1,170 @@
+"""The front end process: configuration in, exit code out.
+
+Start: bind (a taken port is told at once), load the tokenizer, dial the scheduler, serve, publish the address. End, on SIGTERM or
+SIGINT: say NOT_SERVING, go on accepting while balancers notice, refuse new calls, wait for open ones, end the rest with a status,
+end Watches, exit 0. A second signal ends at once.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+import structlog
+
+from pagecast_scheduler.frontend.config import FrontendConfig, check
+from pagecast_scheduler.frontend.engine_client import EngineClient
+from pagecast_scheduler.frontend.errors import Reason
+from pagecast_scheduler.frontend.health import HealthServicer
+from pagecast_scheduler.frontend.logs import configure_logs
+from pagecast_scheduler.frontend.namespace import load_key
+from pagecast_scheduler.frontend.prompts import PromptMaker
+from pagecast_scheduler.frontend.server import SERVICES, PortInUse, add_services, listen
+from pagecast_scheduler.frontend.service_state import ServiceState
+from pagecast_scheduler.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagecast_wire.intake import ServingState
+
+log = structlog.get_logger("pagecast.frontend")
+
+CLOSING_S = 1.0
+"""How long ended calls get to send their status."""
+
+
+class StartError(Exception):
+    """Why the process cannot start, as one line for the operator."""
+
+
+def _load(model: str) -> Tokenizer:
+    try:
+        return load_tokenizer(model)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StartError(f"cannot load the tokenizer of {model}: {reason}") from error
+
+
+class Frontend:
+    """One front end's parts, from `start` to `stop`."""
+
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self._run_dir = Path(config.run_dir)
+        self._stopping = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self._has_served = False
+        self.address = ""
+
+    async def start(self) -> None:
+        """Serves from here on. Raises StartError or PortInUse."""
+        config = self._config
+        self._server, self.address = listen(config)
+        tokenizer = await asyncio.get_running_loop().run_in_executor(None, _load, config.model)
+        try:
+            key = load_key(self._run_dir)
+        except OSError as error:
+            raise StartError(f"cannot use the run directory {config.run_dir}: {error.strerror}") from None
+        self._engine = EngineClient(f"ipc://{config.run_dir}/frontends.ipc", config.slow_consumer_timeout_s)
+        self._prompts = PromptMaker(tokenizer)
+        self.state = ServiceState(config, self._engine, self._prompts, key)
+        self._health = HealthServicer(SERVICES)
+        add_services(self._server, self.state, self._health)
+        self._engine.on_change = self._on_change
+        await self._server.start()
+        self._engine.start()
+        self._publish("address", self.address)
+        log.info("listening", address=self.address, index=config.index)
+
+    def _on_change(self) -> None:
+        """The engine's state may have changed: health follows, and the first SERVING is published."""
+        state = self.state.serving_state
+        self._health.update(state)
+        if state is ServingState.SERVING and not self._has_served:
+            self._has_served = True
+            self._publish("serving", self.address)
+            log.info("serving", address=self.address, model=self.state.model_name)
+        if self._engine.refused is not None:
+            self.end()
+
+    def _publish(self, kind: str, text: str) -> None:
+        """Writes RUN_DIR/frontend-<index>.<kind>, whole from the moment it can be seen."""
+        path = self._run_dir / f"frontend-{self._config.index}.{kind}"
+        fresh = path.with_suffix(f".{kind}.new")
+        fresh.write_text(text + "\n")
+        os.replace(fresh, path)
+
+    def end(self) -> None:
+        """What a signal means: drain the first time, stop at once the second."""
+        if self._stopping.is_set():
+            self._at_once.set()
+        self._stopping.set()
+
+    async def run_until_stopped(self) -> str | None:
+        """Serves until a signal or a refusal by the scheduler, then drains. Returns the refusal's text, or None."""
+        await self._stopping.wait()
+        refused = self._engine.refused
+        if refused is None:
+            await self._drain()
+        await self._stop()
+        return refused
+
+    async def _drain(self) -> None:
+        state = self.state
+        state.is_announcing_end = True
+        self._health.update(state.serving_state)
+        log.info("draining", open_calls=len(self._engine.calls))
+        await self._pause(self._config.drain_announce_s)
+        state.is_draining = True
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._config.drain_timeout_s
+        while self._engine.calls and loop.time() < until and not self._at_once.is_set():
+            await self._pause(0.05)
+        self._engine.fail_all(Reason.DRAIN_TIMEOUT)
+
+    async def _pause(self, seconds: float) -> None:
+        """Waits, unless told to stop at once."""
+        try:
+            await asyncio.wait_for(self._at_once.wait(), seconds)
+        except TimeoutError:
+            pass
+
+    async def _stop(self) -> None:
+        self._health.end_watches()
+        await self._server.stop(CLOSING_S)
+        self._engine.close()
+        self._prompts.close()
+        log.info("stopped")
+
+
+async def serve(config: FrontendConfig) -> int:
+    """Runs one front end to its end. Returns the exit code."""
+    frontend = Frontend(config)
+    loop = asyncio.get_running_loop()
+    try:
+        await frontend.start()
+    except (StartError, PortInUse) as error:
+        print(f"pagecast frontend: {error}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, frontend.end)
+    refused = await frontend.run_until_stopped()
+    if refused is not None:
+        print(f"pagecast frontend: the scheduler refuses this front end: {refused}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(config: FrontendConfig) -> int:
+    """Entry point of the role. Returns the exit code."""
+    problem = check(config)
+    if problem is not None:
+        print(f"pagecast frontend: {problem}", file=sys.stderr)
+        return 2
+    configure_logs(config.log_format, config.log_level)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(config))
+    grpc.aio.init_grpc_aio()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))

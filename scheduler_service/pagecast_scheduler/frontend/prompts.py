@@ -1,0 +1,68 @@
+"""Prompts to token ids without holding up the event loop: short ones at once, long ones in a small pool of threads."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from pagecast_scheduler.frontend import chat
+from pagecast_scheduler.frontend.errors import Reason, Refusal, field_violation
+from pagecast_scheduler.frontend.limits import Limits
+from pagecast_scheduler.frontend.tokenizer import Tokenizer
+from pagecast_scheduler.frontend.validation import check_prompt_length
+
+INLINE_CHARS = 2048
+"""Longest text that is worked on directly: well under a millisecond."""
+NUM_THREADS = 2
+
+T = TypeVar("T")
+
+
+class PromptMaker:
+    """Tokenizes and renders for every service, so that they agree. The tokenizers library lets other threads run meanwhile."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt")
+
+    async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        if size <= INLINE_CHARS:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def close(self) -> None:
+        """Lets the threads go; work not begun is dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def tokenize(self, text: str, add_special_tokens: bool, path: str, limits: Limits | None) -> list[int]:
+        """Ids of a text. With limits, a text that cannot fit is refused before the work: no id stands for more than so many bytes."""
+        if limits is not None and self.tokenizer.max_token_bytes is not None and len(text) > limits.max_request_tokens:
+            check_prompt_length(-(-len(text.encode()) // self.tokenizer.max_token_bytes), path, limits)
+        return await self._run(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    async def detokenize(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of a whole sequence of ids."""
+        return await self._run(len(ids), self.tokenizer.decode, ids, skip_special_tokens)
+
+    async def render(self, prompt: Any, path: str) -> str:
+        """The text that a ChatPrompt becomes. Raises Refusal without a template, or when the template refuses."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise Refusal(Reason.FEATURE_DISABLED, message="the model has no chat template")
+        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        add_header = prompt.add_generation_prompt if prompt.HasField("add_generation_prompt") else True
+        size = sum(len(m["content"]) for m in messages)
+        try:
+            return await self._run(size, chat.render, template, messages, self.tokenizer.special_tokens, add_header)
+        except chat.TemplateRefused:
+            raise field_violation(f"{path}.messages", "the model's chat template does not accept this conversation") from None
+
+    async def prompt_ids(self, spec: Any, limits: Limits) -> list[int]:
+        """Ids of a GenerationSpec's input. Chat templates write their own special tokens, so none are added to them."""
+        kind = spec.WhichOneof("input")
+        if kind == "prompt_token_ids":
+            return list(spec.prompt_token_ids.ids)
+        if kind == "chat":
+            text = await self.render(spec.chat, "spec.chat")
+            return await self.tokenize(text, False, "spec.chat", limits)
+        return await self.tokenize(spec.prompt_text, True, "spec.prompt_text", limits)

@@ -1,0 +1,282 @@
+"""State of open requests between the scheduler's batches and the callers' writes.
+
+`RequestStream` is fed by the engine client (`on_...`, once per step at most, no await) and read by a handler. It owns the token
+ids received so far, which are also the history that a restarted scheduler needs. Ids stay packed until somebody wants text.
+"""
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from pagecast_scheduler.frontend.detokenizer import Detokenizer
+from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, of_rejected
+from pagecast_scheduler.frontend.validation import CheckedSpec
+from pagecast_wire.intake import Finished, Pause, Phase, Progress, Rejected, StopAt, Submit, Usage
+from pagecast_wire.sampling import FinishReason
+
+PAUSE_ABOVE_TOKENS = 1024
+"""Undelivered tokens of a stream at which its request is paused; it goes on when all of them are delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A valid request, tokenized. `submit` bears no key yet; the engine client gives one. deadline: monotonic seconds, or None."""
+
+    request_id: str
+    model: str
+    model_digest: str
+    spec: CheckedSpec
+    submit: Submit
+    num_prompt_tokens: int
+    deadline: float | None
+
+
+class OutputSequence:
+    """One output sequence: ids received, how many are delivered, and its text."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer | None, eager: bool) -> None:
+        """detokenizer: None when neither text nor a stop text is wanted. eager: text is made on arrival, to find stop texts at once."""
+        self.index = index
+        self.ids = array("I")
+        self.num_delivered = 0
+        self.finished: Finished | None = None
+        self.is_reported = False
+        self._detokenizer = detokenizer
+        self._eager = eager
+        self._text: list[str] = []
+        self._keep: int | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that belong to the output: all received, or those up to the one that completed a stop text."""
+        return len(self.ids) if self._keep is None else self._keep
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop text that ended the sequence."""
+        return None if self._detokenizer is None else self._detokenizer.matched
+
+    def receive(self, offset: int, tokens: memoryview) -> bool:
+        """Takes tokens (packed u32) whose first has this offset; repeated ones are dropped. Returns whether a stop text was completed.
+
+        Raises IndexError on a gap.
+        """
+        if self._keep is not None:
+            return False  # sampled before the scheduler heard of the stop text
+        ids = self.ids
+        known = len(ids)
+        if offset != known:
+            if offset > known:
+                raise IndexError(f"token offset {offset} after {known} tokens")
+            tokens = tokens[4 * (known - offset) :]
+        ids.frombytes(tokens)
+        if self._eager:
+            return self._advance(known)
+        return False
+
+    def _advance(self, start: int) -> bool:
+        detokenizer = self._detokenizer
+        assert detokenizer is not None
+        self._text.append(detokenizer.push(self.ids[start:]))
+        return self._note_match()
+
+    def _note_match(self) -> bool:
+        detokenizer = self._detokenizer
+        if detokenizer is None or detokenizer.matched is None or self._keep is not None:
+            return False
+        self._keep = detokenizer.keep
+        del self.ids[self._keep :]
+        return True
+
+    def end(self, finished: Finished) -> None:
+        """The scheduler says that the sequence is over."""
+        self.finished = finished
+
+    def take(self) -> "tuple[int, array[int], str]":
+        """What has not been delivered yet: (offset of the first id, ids, text), now counted as delivered."""
+        first, end = self.num_delivered, self.num_output_tokens
+        ids = self.ids[first:end]
+        self.num_delivered = end
+        if self._detokenizer is not None:
+            if not self._eager:
+                self._text.append(self._detokenizer.push(ids))
+            if self.finished is not None:
+                self._text.append(self._detokenizer.flush())
+                self._note_match()
+        text = "".join(self._text)
+        self._text.clear()
+        return first, ids, text
+
+    def result(self) -> tuple[FinishReason, str | None, int | None, Usage]:
+        """Reason, matched stop text or stop token id, and usage of a finished sequence; a stop text found here outranks the rest."""
+        assert self.finished is not None
+        usage = self.finished.usage
+        if self.matched_stop is not None:
+            return FinishReason.STOP, self.matched_stop, None, msgspec.structs.replace(usage, output_tokens=self.num_output_tokens)
+        stop_id = self.finished.stop_token_id
+        return self.finished.reason, None, stop_id if stop_id >= 0 else None, usage
+
+
+class RequestStream:
+    """One open call. `send` puts a message on the scheduler's socket.
+
+    Ends exactly once: `failure` is set, or every sequence is finished. is_streaming: a reader takes the output while it grows;
+    only then are arrivals announced and back-pressure kept.
+    """
+
+    def __init__(
+        self, request: PreparedRequest, sequences: list[OutputSequence], send: Callable[[msgspec.Struct], None], is_streaming: bool
+    ) -> None:
+        self.request = request
+        self.sequences = sequences
+        self.key = -1
+        self.queue_position: int | None = None
+        self.failure: Refusal | None = None
+        self.progress: Progress | None = None
+        self.is_progress_due = False
+        self.started = time.monotonic()
+        self.last_write = self.started
+        self.writing_since: float | None = None
+        self.is_streaming = is_streaming
+        self._send = send
+        self._is_paused = False
+        self._reported_phase = Phase.QUEUED
+        self._waiter: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the scheduler has nothing more to say about this request."""
+        return self.failure is not None or all(sequence.finished is not None for sequence in self.sequences)
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens handed to the caller, over all sequences."""
+        return sum(sequence.num_delivered for sequence in self.sequences)
+
+    def on_accepted(self, queue_position: int) -> None:
+        """Admission to the queue; repeated after a resubmission."""
+        if self.queue_position is None:
+            self.queue_position = queue_position
+            self._wake()
+
+    def on_rejected(self, rejected: Rejected) -> None:
+        """The scheduler refuses the request."""
+        self.fail(of_rejected(rejected))
+
+    def on_tokens(self, sequence: int, offset: int, tokens: memoryview) -> None:
+        """New tokens of one sequence, packed u32."""
+        output = self.sequences[sequence]
+        if output.receive(offset, tokens):
+            self._send(StopAt(key=self.key, sequence=sequence, keep=output.num_output_tokens))
+        if self.is_streaming:
+            if not self._is_paused and len(output.ids) - output.num_delivered > PAUSE_ABOVE_TOKENS:
+                self._is_paused = True
+                self._send(Pause(key=self.key, paused=True))
+            self._wake()
+
+    def on_progress(self, progress: Progress) -> None:
+        """Phase or prefill progress; a new phase other than decoding, which tokens show, is reported at once."""
+        self.progress = progress
+        if progress.phase != self._reported_phase:
+            self._reported_phase = progress.phase
+            if progress.phase != Phase.DECODING:
+                self.is_progress_due = True
+                self._wake()
+
+    def on_finished(self, finished: Finished) -> None:
+        """End of one sequence."""
+        if finished.reason in OF_FINISH:
+            self.fail(Refusal(OF_FINISH[finished.reason]))
+            return
+        self.sequences[finished.sequence].end(finished)
+        if self.is_streaming or self.is_done:
+            self._wake()
+
+    def fail(self, refusal: Refusal) -> None:
+        """Ends the call with an error, once; a handler stuck in a write is interrupted."""
+        if self.failure is not None:
+            return
+        self.failure = refusal
+        if self.writing_since is not None and self._task is not None:
+            self._task.cancel()
+        self._wake()
+
+    def attach(self) -> None:
+        """The current task is the one that answers this call."""
+        self._task = asyncio.current_task()
+
+    async def wait(self) -> None:
+        """Returns when something new was fed; call only when nothing is left to take."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def has_output(self) -> bool:
+        """Whether a handler has something to deliver."""
+        return self.failure is not None or self.is_progress_due or any(
+            s.num_delivered < s.num_output_tokens or (s.finished is not None and not s.is_reported) for s in self.sequences
+        )
+
+    def note_delivered(self) -> None:
+        """All that was taken has been written: the request may go on."""
+        self.last_write = time.monotonic()
+        if self._is_paused and not any(s.num_delivered < s.num_output_tokens for s in self.sequences):
+            self._is_paused = False
+            self._send(Pause(key=self.key, paused=False))
+
+    def watch(self, now: float, progress_interval_s: float, slow_consumer_timeout_s: float) -> None:
+        """Periodic check: a quiet stream owes a progress event, a stuck reader loses its stream."""
+        if self.writing_since is not None:
+            if now - self.writing_since > slow_consumer_timeout_s:
+                self.fail(Refusal(Reason.SLOW_CONSUMER))
+        elif self.queue_position is not None and now - self.last_write >= progress_interval_s:
+            self.is_progress_due = True
+            self._wake()
+
+    def resubmission(self, now: float) -> list[msgspec.Struct]:
+        """Messages that bring this request back to a scheduler that lost it; empty when its output is complete already."""
+        submit = self.request.submit
+        if self._complete_locally(now):
+            return []
+        deadline = self.request.deadline
+        changes = {
+            "key": self.key,
+            "history": tuple(s.ids.tobytes() for s in self.sequences) if any(s.ids for s in self.sequences) else (),
+            "deadline_ms": -1 if deadline is None else max(0, int((deadline - now) * 1000)),
+            "time_budget_ms": -1 if submit.time_budget_ms < 0 else max(1, submit.time_budget_ms - int((now - self.started) * 1000)),
+            "max_queue_ms": submit.max_queue_ms if self.queue_position is None else -1,
+        }
+        messages: list[msgspec.Struct] = [msgspec.structs.replace(submit, **changes)]
+        if self._is_paused:
+            messages.append(Pause(key=self.key, paused=True))
+        return messages
+
+    def _complete_locally(self, now: float) -> bool:
+        """Finishes sequences whose last token had arrived when the word of their end was lost."""
+        rules = self.request.submit.stop
+        stop_ids = array("I", rules.stop_token_ids)
+        for output in self.sequences:
+            if output.finished is not None:
+                continue
+            count = output.num_output_tokens
+            stopped_by = output.ids[-1] if count > rules.min_output_tokens and output.ids[-1] in stop_ids else -1
+            if output.matched_stop is not None or stopped_by >= 0 or count >= rules.max_output_tokens:
+                reason = FinishReason.LENGTH if output.matched_stop is None and stopped_by < 0 else FinishReason.STOP
+                self.on_finished(Finished(self.key, output.index, reason, self._local_usage(output, now), stopped_by))
+        return self.is_done
+
+    def _local_usage(self, output: OutputSequence, now: float) -> Usage:
+        cached = self.progress.cached_tokens if self.progress is not None else 0
+        total_us = int((now - self.started) * 1e6)
+        return Usage(self.request.num_prompt_tokens, cached, output.num_output_tokens, 0, 0, 0, total_us, 0, 0)

@@ -1,0 +1,204 @@
+"""Text to token ids and back, with the model's own tokenizer.
+
+Three sources: a Hugging Face folder (through transformers), a .gguf file (its tokenizer is rebuilt from the metadata, without
+loading transformers or a tensor, where its kind is the common byte-level BPE; transformers does the rest), and `ByteTokenizer` for
+engines without a model. `token_bytes` says what each
+id is in bytes, which makes incremental decoding exact and cheap.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from pagecast_scheduler.frontend import chat
+from pagecast_scheduler.frontend.gguf_metadata import read_metadata
+from pagecast_scheduler.frontend.validation import SamplingDefaults
+
+CONTROL, USER_DEFINED = 3, 4
+"""GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
+
+PLAIN_BYTE_LEVEL = frozenset({"smollm", "gpt-2", "default"})
+"""GGUF pre-tokenizer names for which transformers uses GPT-2's split; for any other name it is asked itself."""
+
+
+class Tokenizer(Protocol):
+    """What the services need of a tokenizer. All methods may be called from several threads."""
+
+    defaults: SamplingDefaults
+    chat_template: jinja2.Template | None
+    special_tokens: dict[str, str]
+    token_bytes: list[bytes] | None
+    max_token_bytes: int | None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Names of special tokens in the text become those tokens."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence of ids; ids that the tokenizer does not know are nothing."""
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable Latin-1 bytes are themselves, the other 68 are U+0100, U+0101, ... in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@dataclass(slots=True, weakref_slot=True)
+class ModelTokenizer:
+    """A tokenizer of the tokenizers library with what a served model adds to it.
+
+    token_bytes: bytes of each id with special tokens empty, or None when the decoder is not plain byte-level. max_token_bytes:
+    most bytes of text that one id can stand for, or None when the tokenizer may change text before splitting it.
+    """
+
+    backend: Backend
+    special_tokens: dict[str, str]
+    template_source: str | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    chat_template: jinja2.Template | None = field(init=False, default=None)
+    token_bytes: list[bytes] | None = field(init=False, default=None)
+    max_token_bytes: int | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.template_source:
+            self.chat_template = chat.compile_template(self.template_source)
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            self.token_bytes = _byte_level_table(self.backend)
+            if self.backend.normalizer is None:
+                added = max((len(t.content.encode()) for t in self.backend.get_added_tokens_decoder().values()), default=1)
+                self.max_token_bytes = max(added, max(map(len, self.token_bytes)))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence of ids."""
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def _byte_level_table(backend: Backend) -> list[bytes]:
+    """Bytes per id, as the byte-level decoder sees them; special tokens are empty."""
+    alphabet = byte_alphabet()
+    vocab = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocab.values()) + 1)
+    for token, token_id in vocab.items():
+        try:
+            table[token_id] = bytes([alphabet[c] for c in token])
+        except KeyError:
+            table[token_id] = token.encode("utf-8", "replace")
+    for token_id, added in backend.get_added_tokens_decoder().items():
+        if added.special:
+            table[token_id] = b""
+    return table
+
+
+class ByteTokenizer:
+    """For engines without a model. Documented ids: 0 to 255 are those bytes; a higher id i is one character, 0x4E00 + (i - 256) % 20902.
+
+    Encoding uses only the first 256 ids. There are no special tokens. Chat renders as "role: content" lines.
+    """
+
+    TEMPLATE = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+    def __init__(self, vocab_size: int = 1 << 17) -> None:
+        self.defaults = SamplingDefaults()
+        self.special_tokens: dict[str, str] = {}
+        self.chat_template: jinja2.Template | None = chat.compile_template(self.TEMPLATE)
+        self.token_bytes: list[bytes] | None = [bytes([i]) for i in range(256)]
+        self.token_bytes += [chr(0x4E00 + i % 20902).encode() for i in range(vocab_size - 256)]
+        self.max_token_bytes: int | None = 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The UTF-8 bytes of the text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The bytes of the ids as UTF-8, with U+FFFD for what is not."""
+        table = self.token_bytes or []
+        return b"".join([table[i] if i < len(table) else b"" for i in ids]).decode("utf-8", "replace")
+
+
+def _gguf_byte_level(metadata: dict[str, Any]) -> Backend:
+    """Byte-level BPE from GGUF metadata, as transformers builds it for a GPT-2 split."""
+    alphabet = byte_alphabet()
+    spelling = {byte: char for char, byte in alphabet.items()}
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocab = {t if all(c in alphabet for c in t) else "".join(spelling[b] for b in t.encode()): i for i, t in enumerate(tokens)}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = [t for t, kind in zip(tokens, kinds) if kind == CONTROL and all(c in alphabet for c in t)]
+    special += [tokens[i] for i in _special_ids(metadata).values() if tokens[i] not in special]
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    backend.add_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, kinds) if kind == USER_DEFINED and t in vocab])
+    first = _special_ids(metadata).get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token") else None
+    last = _special_ids(metadata).get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
+    if first is not None or last is not None:
+        around = [tokens[i] for i in (first, last) if i is not None]
+        single = [*([tokens[first]] if first is not None else []), "$A", *([tokens[last]] if last is not None else [])]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(t, vocab[t]) for t in around])
+    return backend
+
+
+def _special_ids(metadata: dict[str, Any]) -> dict[str, int]:
+    """Ids of the named special tokens that the file has, by the names that chat templates use."""
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: token_id for name, token_id in ids.items() if token_id is not None}
+
+
+def load_gguf(path: Path) -> ModelTokenizer:
+    """The tokenizer in a .gguf file. Raises GgufError, OSError, or what transformers raises for kinds it does not know."""
+    metadata = read_metadata(path)
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or pre not in PLAIN_BYTE_LEVEL:
+        return _from_transformers(path.parent, path.name, SamplingDefaults())
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = {name: tokens[token_id] for name, token_id in _special_ids(metadata).items()}
+    return ModelTokenizer(_gguf_byte_level(metadata), special, metadata.get("tokenizer.chat_template"))
+
+
+def _from_transformers(folder: Path, gguf_file: str | None, defaults: SamplingDefaults) -> ModelTokenizer:
+    """Whatever transformers makes of the folder or file; nothing is downloaded and no code of the folder runs."""
+    from transformers import AutoTokenizer
+
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, use_fast=True, **extra)
+    template = loaded.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    special = {name: str(text) for name, text in loaded.special_tokens_map.items() if isinstance(text, str)}
+    return ModelTokenizer(loaded.backend_tokenizer, special, template, defaults)
+
+
+def load_folder(folder: Path) -> ModelTokenizer:
+    """The tokenizer of a Hugging Face folder, with sampling defaults from its generation_config.json if it has one."""
+    defaults = SamplingDefaults()
+    config = folder / "generation_config.json"
+    if config.is_file():
+        values = json.loads(config.read_text())
+        known = {name: type(getattr(defaults, name))(values[name]) for name in SamplingDefaults.__slots__ if values.get(name) is not None}
+        defaults = SamplingDefaults(**known)
+    return _from_transformers(folder, None, defaults)
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer for a model path; "" is the byte-level one."""
+    if not model:
+        return ByteTokenizer()
+    path = Path(model)
+    return load_gguf(path) if path.is_file() else load_folder(path)

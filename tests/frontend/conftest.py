@@ -1,0 +1,83 @@
+"""A real front end in this process, over a real gRPC port and a fake scheduler."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from frontend.fake_scheduler import FakeScheduler
+from google.rpc import error_details_pb2, status_pb2
+
+from pagecast.v1 import generation_pb2_grpc
+from pagecast_scheduler.frontend.config import FrontendConfig
+from pagecast_scheduler.frontend.logs import configure_logs
+from pagecast_scheduler.frontend.main import Frontend
+
+configure_logs("json", "info")
+
+
+@dataclass
+class Rig:
+    """What a test works with."""
+
+    run_dir: Path
+    frontend: Frontend
+    scheduler: FakeScheduler
+    channel: grpc.aio.Channel
+    config: FrontendConfig
+
+    @property
+    def generation(self) -> Any:
+        return generation_pb2_grpc.GenerationServiceStub(self.channel)
+
+    async def restart_scheduler(self) -> FakeScheduler:
+        """The scheduler is replaced by one that knows nobody."""
+        await self.scheduler.close()
+        self.scheduler = FakeScheduler(self.run_dir, "two")
+        return self.scheduler
+
+
+async def start_rig(run_dir: Path, **changes: Any) -> Rig:
+    """A serving front end with its scheduler."""
+    scheduler = FakeScheduler(run_dir)
+    config = FrontendConfig(run_dir=str(run_dir), **{"port": 0, "drain_announce_s": 0.0, **changes})
+    frontend = Frontend(config)
+    await frontend.start()
+    await scheduler.until(lambda: scheduler.hellos)
+    async with asyncio.timeout(20):
+        while not (run_dir / f"frontend-{config.index}.serving").exists():
+            await asyncio.sleep(0.01)
+    return Rig(run_dir, frontend, scheduler, grpc.aio.insecure_channel(frontend.address), config)
+
+
+async def stop_rig(rig: Rig) -> None:
+    await rig.channel.close()
+    rig.frontend.end()
+    rig.frontend.end()
+    await rig.frontend.run_until_stopped()
+    await rig.scheduler.close()
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="pc") as folder:
+        made = await start_rig(Path(folder))
+        yield made
+        await stop_rig(made)
+
+
+def details(error: grpc.aio.AioRpcError) -> tuple[status_pb2.Status, dict[str, Any]]:
+    """The google.rpc.Status of a failed call, and its details by type name."""
+    raw = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+    status = status_pb2.Status.FromString(raw)
+    found: dict[str, Any] = {}
+    for packed in status.details:
+        detail = getattr(error_details_pb2, packed.TypeName().rsplit(".", 1)[1])()
+        assert packed.Unpack(detail)
+        found[type(detail).__name__] = detail
+    assert status.code == error.code().value[0]
+    return status, found
