@@ -1,0 +1,233 @@
+"""Supervision of one host's cluster: starts every role, starts again what dies, and ends everything in order.
+
+A thread of its own does all of it, because children are tied to the thread that spawned them. The scheduler repairs what a death
+breaks; this only brings the process back.
+"""
+
+import atexit
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Final
+
+from pagecast_scheduler.launch.events import ChildExited, ChildStarted, Event, Failed, Ready, Stopping
+from pagecast_scheduler.launch.output import OnOutput, OutputPump, to_stderr
+from pagecast_scheduler.launch.process import Child, Lifeline, RoleSpec
+from pagecast_scheduler.launch.readiness import Readiness
+from pagecast_scheduler.launch.restarts import RestartBudget, RestartPolicy
+from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
+from pagecast_scheduler.launch.stages import Stages
+
+EXIT_OK: Final = 0
+EXIT_GAVE_UP: Final = 1
+EXIT_CONFIG: Final = 2
+_LOOK_S: Final = 0.1
+"""How often files are looked at while the cluster starts; afterwards nothing is polled."""
+_DEFAULT_POLICY: Final = RestartPolicy()
+
+
+def ignore(event: Event) -> None:
+    """An on_event that wants to know nothing."""
+
+
+class Supervisor:
+    """A cluster of one host. Owns the run directory from `start` on and removes it at the end.
+
+    Either `run_forever` in the main thread (with SIGINT and SIGTERM: the first ends in order, the second at once), or `start`,
+    `wait_ready` and `stop` (also as a context manager). `on_event` is called from the supervising thread, `on_output` with every
+    line a child writes.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RoleSpec],
+        run_dir: RunDir,
+        on_event: Callable[[Event], None] = ignore,
+        on_output: OnOutput = to_stderr,
+        policy: RestartPolicy = _DEFAULT_POLICY,
+    ) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._run_dir = run_dir
+        self._on_event, self._on_output = on_event, on_output
+        self._budgets = {name: RestartBudget(policy) for name in self._specs}
+        self._readiness = Readiness(run_dir.path, specs)
+        self._children: dict[str, Child] = {}
+        self._due: dict[str, float] = dict.fromkeys(self._specs, 0.0)  # when to spawn; monotonic seconds
+        self._stages: Stages | None = None
+        self._stop_wanted = self._kill_wanted = False
+        self._wake_end, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+        self._settled = threading.Event()  # ready, or never to be
+        self._ended = threading.Event()
+        self._addresses: tuple[str, ...] | None = None
+        self.failure: Failed | None = None
+
+    def start(self) -> None:
+        """Begin to spawn. Returns at once."""
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def wait_ready(self, timeout: float) -> tuple[str, ...]:
+        """The front ends' addresses once all of them serve. Raises LaunchError when the cluster ends, or time (seconds) runs out."""
+        if not self._settled.wait(timeout):
+            raise LaunchError(f"the cluster was not ready within {timeout:g} s", EXIT_GAVE_UP)
+        if self.failure is not None:
+            raise LaunchError(self.failure.line or f"{self.failure.name} failed", self.failure.exit_code)
+        if self._addresses is None:
+            raise LaunchError("the cluster was stopped while it started", EXIT_OK)
+        return self._addresses
+
+    def run_forever(self) -> int:
+        """Start, and stay until a signal or a failure ends the cluster; returns the exit code. Main thread only."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self.start()
+            self._ended.wait()
+            return self.stop()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def stop(self) -> int:
+        """End in order: front ends drain, then the scheduler, then workers. Returns the exit code; may be called again."""
+        if self._thread.ident is None:
+            self._run_dir.close()
+            return EXIT_OK
+        self._stop_wanted = True
+        self._wake()
+        self._ended.wait()
+        self._thread.join()
+        atexit.unregister(self.stop)
+        return self.failure.exit_code if self.failure else EXIT_OK
+
+    def kill(self) -> None:
+        """End at once: SIGKILL to every process. `stop` then has nothing left to wait for."""
+        self._stop_wanted = self._kill_wanted = True
+        self._wake()
+
+    def __enter__(self) -> "Supervisor":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_wanted:
+            self._kill_wanted = True
+        self._stop_wanted = True
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._waker.send(b"!")
+        except OSError:
+            pass  # it has enough to wake up for, or is over already
+
+    def _supervise(self) -> None:
+        life, pump = Lifeline(), OutputPump(self._on_output)
+        selector = selectors.DefaultSelector()
+        selector.register(self._wake_end, selectors.EVENT_READ)
+        try:
+            while not (self._stages and not self._children):
+                self._spawn_due(life, pump, selector)
+                self._look_at_files()
+                for key, _ in selector.select(self._patience()):
+                    if key.data is None:
+                        self._wake_end.recv(4096)
+                    else:
+                        selector.unregister(key.fd)
+                        self._on_exit(key.data)
+                self._drive_stop()
+        except Exception as error:  # our own bug, or the system refuses to start a process
+            self.failure = Failed("supervisor", EXIT_GAVE_UP, f"supervision failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            for child in self._children.values():
+                child.signal(signal.SIGKILL)
+                child.reap()
+            pump.close()
+            selector.close()
+            life.close()
+            self._run_dir.close()
+            self._wake_end.close()
+            self._waker.close()
+            self._settled.set()
+            self._ended.set()
+
+    def _spawn_due(self, life: Lifeline, pump: OutputPump, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for name in [name for name, due in self._due.items() if due <= now]:
+            del self._due[name]
+            child = self._children[name] = Child(self._specs[name], life, pump)
+            selector.register(child.pidfd, selectors.EVENT_READ, child)
+            self._on_event(ChildStarted(name, child.pid))
+
+    def _look_at_files(self) -> None:
+        if self._settled.is_set():
+            return
+        for news in self._readiness.loading():
+            self._on_event(news)
+        addresses = self._readiness.addresses()
+        if addresses is not None and self._stages is None:
+            self._addresses = addresses
+            self._settled.set()
+            self._on_event(Ready(addresses))
+
+    def _patience(self) -> float | None:
+        """Seconds until something is due by time alone; None: nothing is."""
+        now = time.monotonic()
+        waits = [due - now for due in self._due.values()]
+        if not self._settled.is_set():
+            waits.append(_LOOK_S)
+        if self._stages and self._stages.deadline is not None:
+            waits.append(self._stages.deadline - now)
+        return max(0.0, min(waits)) if waits else None
+
+    def _on_exit(self, child: Child) -> None:
+        code, spec = child.reap(), child.spec
+        del self._children[spec.name]
+        self._readiness.forget(spec)
+        if self._stages and not self._stages.may_restart(spec.role):
+            self._on_event(ChildExited(spec.name, child.pid, code, None))
+            return
+        delay = self._budgets[spec.name].died(time.monotonic())
+        wrong_start = code == EXIT_CONFIG and not self._settled.is_set()
+        if wrong_start or delay is None:
+            child.stream.closed.wait(timeout=1.0)
+            self._on_event(ChildExited(spec.name, child.pid, code, None))
+            self._fail(Failed(spec.name, EXIT_CONFIG if wrong_start else EXIT_GAVE_UP, child.stream.last_line))
+        else:
+            self._due[spec.name] = time.monotonic() + delay
+            self._on_event(ChildExited(spec.name, child.pid, code, delay))
+
+    def _fail(self, failure: Failed) -> None:
+        """Nothing can be saved by draining: tell everyone at once."""
+        if self.failure is None:
+            self.failure = failure
+            self._on_event(failure)
+            self._stages = Stages.at_once()
+
+    def _drive_stop(self) -> None:
+        if self._stop_wanted and self._stages is None:
+            self._stages = Stages.in_order()
+        if self._stages is None:
+            return
+        if self._kill_wanted:
+            self._kill_wanted = False
+            self._stages.kill()
+        order = self._stages.next([child.spec for child in self._children.values()], time.monotonic())
+        self._due = {name: due for name, due in self._due.items() if self._stages.may_restart(self._specs[name].role)}
+        if order is not None and order[1]:
+            number, names = order
+            self._on_event(Stopping(names))
+            for name in names:
+                self._children[name].signal(number)
+
+
+__all__ = ["LaunchError", "RestartPolicy", "RoleSpec", "RunDir", "Supervisor"]

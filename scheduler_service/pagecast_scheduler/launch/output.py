@@ -1,0 +1,92 @@
+"""What children write, line by line, from a thread of its own: a terminal that stalls must not stall supervision."""
+
+import os
+import selectors
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+OnOutput = Callable[[str, str], None]
+"""Called with a child's name and one line without its end, from the output thread."""
+
+_MAX_LINE: Final = 65536
+
+
+def to_stderr(name: str, line: str) -> None:
+    """Pass a line on as it is; every log line says already which role wrote it."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Stream:
+    """The output of one life of a child. last_line is its last non-empty line; `closed` is set once all of it was read."""
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name, self.fd = name, fd
+        self.last_line = ""
+        self.closed = threading.Event()
+        self._partial = b""
+
+    def lines(self, data: bytes) -> list[str]:
+        """Complete lines that `data` brings (no data: the end, so the rest)."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if not data or len(self._partial) > _MAX_LINE:
+            lines, self._partial = [*lines, self._partial], b""
+        texts = [text for line in lines if (text := line.decode(errors="replace").rstrip())]
+        self.last_line = texts[-1] if texts else self.last_line
+        return texts
+
+
+class OutputPump:
+    """Reads every child's pipe and hands lines to `on_output`."""
+
+    def __init__(self, on_output: OnOutput) -> None:
+        self._on_output = on_output
+        self._selector = selectors.DefaultSelector()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._added: list[Stream] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="child-output", daemon=True)
+        self._thread.start()
+
+    def open(self, name: str) -> tuple[Stream, int]:
+        """A new stream and the writing end for the child, which the caller closes after the spawn."""
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        stream = Stream(name, reader)
+        self._added.append(stream)
+        os.write(self._wake_writer, b"+")
+        return stream, writer
+
+    def close(self) -> None:
+        """Read what is left of children that have ended, then end the thread. A grandchild that still holds a pipe is not waited for."""
+        self._closing = True
+        os.write(self._wake_writer, b"+")
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while True:
+            ready = self._selector.select(0.2 if self._closing else None)
+            for key, _ in ready:
+                if key.fd == self._wake_reader:
+                    os.read(self._wake_reader, 4096)
+                else:
+                    self._read(key.data)
+            while self._added:
+                stream = self._added.pop(0)
+                self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+            if self._closing and not ready:
+                break
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+        os.close(self._wake_writer)
+
+    def _read(self, stream: Stream) -> None:
+        data = os.read(stream.fd, 65536)
+        for line in stream.lines(data):
+            self._on_output(stream.name, line)
+        if not data:
+            self._selector.unregister(stream.fd)
+            os.close(stream.fd)
+            stream.closed.set()

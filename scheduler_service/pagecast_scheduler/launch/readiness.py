@@ -1,0 +1,50 @@
+"""What the run directory tells about a starting cluster: loading progress of workers, addresses and readiness of front ends."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pagecast_scheduler.launch.events import Loading
+from pagecast_scheduler.launch.process import RoleSpec
+
+
+class Readiness:
+    """Reads the files that roles publish; remembers what was already told."""
+
+    def __init__(self, folder: Path, specs: Sequence[RoleSpec]) -> None:
+        self._folder = folder
+        self._frontends = sorted(spec.index for spec in specs if spec.role == "frontend")
+        self._ranks = sorted(spec.index for spec in specs if spec.role == "worker")
+        self._told: dict[int, Loading] = {}
+
+    def loading(self) -> Iterator[Loading]:
+        """Progress that is new since the last call."""
+        for rank in self._ranks:
+            try:
+                fields = json.loads((self._folder / f"worker-{rank}.progress").read_bytes())
+            except (OSError, ValueError):
+                continue
+            news = Loading(rank, str(fields["phase"]), int(fields["done"]), int(fields["total"]))
+            if self._told.get(rank) != news:
+                self._told[rank] = news
+                yield news
+
+    def addresses(self) -> tuple[str, ...] | None:
+        """Where the front ends listen, once every one of them serves; None before."""
+        found = []
+        for index in self._frontends:
+            try:
+                address = (self._folder / f"frontend-{index}.address").read_text().strip()
+            except OSError:
+                return None
+            if not address or not (self._folder / f"frontend-{index}.serving").exists():
+                return None
+            found.append(address)
+        return tuple(found)
+
+    def forget(self, spec: RoleSpec) -> None:
+        """A process ended: what it published is not true any more."""
+        for suffix in ("address", "serving", "progress"):
+            (self._folder / f"{spec.name}.{suffix}").unlink(missing_ok=True)
+        if spec.role == "worker":
+            self._told.pop(spec.index, None)

@@ -1,0 +1,66 @@
+"""The order in which a cluster ends. Pure: told who is alive and what time it is, says whom to signal next."""
+
+import signal
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from pagecast_scheduler.launch.process import Role, RoleSpec
+
+ORDER: Final[tuple[tuple[Role, ...], ...]] = (("frontend",), ("scheduler",), ("worker",))
+"""Front ends drain their streams, for which they need the others; the scheduler then has nothing left to plan."""
+
+_AT_ONCE_GRACE_S: Final = 5.0
+
+
+class Stages:
+    """One end of a cluster. deadline: monotonic seconds at which `next` has something to say by time alone, or None."""
+
+    def __init__(self, groups: Sequence[tuple[Role, ...]], restartable: tuple[Role, ...], grace_limit_s: float) -> None:
+        self._groups = deque(groups)
+        self._current: tuple[Role, ...] = ()
+        self._restartable = restartable
+        self._grace_limit_s = grace_limit_s
+        self._kill = False
+        self.deadline: float | None = None
+
+    @classmethod
+    def in_order(cls) -> "Stages":
+        """One role after the other; while front ends drain, what they need is still started again."""
+        return cls(ORDER, ("scheduler", "worker"), float("inf"))
+
+    @classmethod
+    def at_once(cls) -> "Stages":
+        """Everyone together, with little patience: nothing is left that draining could save."""
+        return cls((tuple(role for group in ORDER for role in group),), (), _AT_ONCE_GRACE_S)
+
+    def kill(self) -> None:
+        """SIGKILL to everyone next."""
+        self._kill = True
+        self._groups.clear()
+
+    def may_restart(self, role: Role) -> bool:
+        """Whether a process of this role that dies now is needed again."""
+        return role in self._restartable
+
+    def next(self, alive: Sequence[RoleSpec], now: float) -> tuple[signal.Signals, tuple[str, ...]] | None:
+        """The signal to send now and to whom, by name; None while nothing is due."""
+        if self._kill:
+            self._kill, self.deadline, self._restartable = False, None, ()
+            return signal.SIGKILL, tuple(spec.name for spec in alive)
+        members = self._members(alive)
+        if members and self.deadline is not None and now >= self.deadline:
+            self.deadline = None
+            return signal.SIGKILL, tuple(spec.name for spec in members)
+        while not members and self._groups:
+            if self._current:
+                self._restartable = ()
+            self._current = self._groups.popleft()
+            members = self._members(alive)
+            if members:
+                self.deadline = now + min(self._grace_limit_s, max(spec.grace_s for spec in members))
+                return signal.SIGTERM, tuple(spec.name for spec in members)
+        return None
+
+    def _members(self, alive: Sequence[RoleSpec]) -> list[RoleSpec]:
+        return [spec for spec in alive if spec.role in self._current]
