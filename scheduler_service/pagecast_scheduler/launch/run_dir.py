@@ -56,7 +56,7 @@ class RunDir:
     def _take_named(cls, folder: Path) -> "RunDir":
         length = _socket_path_length(folder)
         if length > MAX_SOCKET_PATH:
-            raise LaunchError(f"run directory is too long: its sockets' paths have {length} bytes, the limit is {MAX_SOCKET_PATH}: {folder}")
+            raise LaunchError(f"run directory is too long: its socket paths have {length} bytes, the limit is {MAX_SOCKET_PATH}: {folder}")
         created = not folder.exists()
         if created:
             folder.mkdir(mode=0o700)
