@@ -86,9 +86,8 @@ def test_the_restart_budget_ends_the_cluster(tmp_path: Path, notes: Notes) -> No
 
 def test_a_wrong_configuration_ends_the_start_with_its_last_line(tmp_path: Path, notes: Notes) -> None:
     events = Events()
-    with supervisor(tmp_path, events, worker_0="wrong", frontend_0="silent") as cluster:
-        with pytest.raises(LaunchError) as caught:
-            cluster.wait_ready(WAIT_S)
+    with supervisor(tmp_path, events, worker_0="wrong", frontend_0="silent") as cluster, pytest.raises(LaunchError) as caught:
+        cluster.wait_ready(WAIT_S)
     assert (str(caught.value), caught.value.exit_code) == ("pagecast worker-0: no such model", 2)
     assert events.wait(lambda e: isinstance(e, Failed)) == Failed("worker-0", 2, "pagecast worker-0: no such model")
     assert gone(events.pids())

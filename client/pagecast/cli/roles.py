@@ -28,6 +28,8 @@ def configuration(role: str, given: dict[str, Any]) -> Any:
 
 
 def run(args: argparse.Namespace, role: str) -> int:
+    # Before anything that takes time: a role that a supervisor started must not outlive it.
+    import_module("pagecast_wire.lifeline").die_with_parent()
     given = options.values(args, role)
     if "model" in given:
         given["model"] = _model_for(role, given)
