@@ -1,0 +1,98 @@
+"""What the operator may set for the scheduler process, checked once at the start."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK_SIZES = (16, 32, 64, 128)
+MAX_BATCH_DELAY_MS = 10
+MAX_IPC_PATH_BYTES = 107
+"""Linux refuses a longer unix socket path (sun_path holds 108 bytes with the closing zero)."""
+
+FRONTENDS_SOCKET = "frontends.ipc"
+WORKERS_SOCKET = "workers.ipc"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The text is one line that names the field, the limit and the value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one scheduler process. Sizes are in blocks, tokens or requests as named; times carry their unit.
+
+    num_blocks caps what the ranks offer; max_model_len caps what the model allows. step_deadline_s is the floor of a step's
+    deadline: a longer predicted step gets more. rank_timeout_s is how long a rank may be silent before its absence is fatal.
+    record: file that receives every input of the core (record_tokens: with token ids, which are prompts). metrics_port: loopback
+    port of the Prometheus text, none by default.
+    """
+
+    run_dir: str
+    tensor_parallel_size: int = 1
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    batch_delay_ms: float = 0
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 4_000_000
+    max_plans_in_flight: int = 2
+    max_steps_per_plan: int = 1
+    step_deadline_s: float = 30
+    heartbeat_timeout_s: float = 10
+    rank_timeout_s: float = 600
+    record: str | None = None
+    record_tokens: bool = False
+    metrics_port: int | None = None
+    check_invariants: bool = False
+    log_format: Literal["auto", "json", "console"] = "auto"
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        if self.block_size not in BLOCK_SIZES:
+            raise ConfigError(f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}")
+        if not 0 <= self.batch_delay_ms <= MAX_BATCH_DELAY_MS:
+            raise ConfigError(f"batch_delay_ms must be between 0 and {MAX_BATCH_DELAY_MS}, not {self.batch_delay_ms}")
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            value = self.max_num_batched_tokens
+            raise ConfigError(f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), not {value}")
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise ConfigError(f"num_blocks must be at least 2 (block 0 is never allocated), not {self.num_blocks}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.metrics_port is not None and not 0 < self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port must be between 1 and 65535, not {self.metrics_port}")
+        for socket in (self.frontends_path, self.workers_path):
+            size = len(socket.encode())
+            if size > MAX_IPC_PATH_BYTES:
+                raise ConfigError(f"run_dir is too long: {socket} has {size} bytes, a socket path at most {MAX_IPC_PATH_BYTES}")
+
+    @property
+    def frontends_path(self) -> str:
+        """File system path of the socket that front ends dial."""
+        return f"{self.run_dir}/{FRONTENDS_SOCKET}"
+
+    @property
+    def workers_path(self) -> str:
+        """File system path of the socket that workers dial."""
+        return f"{self.run_dir}/{WORKERS_SOCKET}"
+
+
+_AT_LEAST_ONE = (
+    "tensor_parallel_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_plans_in_flight",
+    "max_steps_per_plan",
+)
+_POSITIVE = ("step_deadline_s", "heartbeat_timeout_s", "rank_timeout_s")

@@ -1,0 +1,110 @@
+"""One bound ROUTER socket: typed messages in and out, every trap of the socket made visible.
+
+A peer that is not there is an answer (`send` says so), not a silent drop. What does not decode is dropped and counted. A hello
+of another build is recognised before it is dropped, so that the refusal can name both sides' versions.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import zmq
+
+from pagecast_wire import codec
+
+MAX_DRAIN = 512
+"""Messages taken in one go; the rest wait for the next turn of the loop, so that no peer starves the others."""
+
+UNSENT_LIMIT = 20_000
+"""Messages that may wait for one peer before it counts as lost."""
+
+Delivery = Literal["sent", "gone", "full"]
+
+
+@dataclass(frozen=True)
+class ForeignHello:
+    """A hello that this build cannot decode; only what tells the builds apart. rank is -1 for a front end."""
+
+    wire_version: int
+    wire_digest: str
+    rank: int
+
+
+class Router:
+    """Owns the socket bound at `path`. direction: the key of codec.MAX_BYTES for what comes in."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", path: str, direction: str) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)
+        self.socket.set(zmq.LINGER, 500)
+        self.socket.set(zmq.MAXMSGSIZE, codec.MAX_BYTES[direction])
+        self.socket.set(zmq.SNDHWM, UNSENT_LIMIT)
+        self.socket.set(zmq.RCVHWM, 0)
+        previous = os.umask(0o077)
+        try:
+            self.socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(previous)
+        self._direction = direction
+        self.num_dropped = 0
+        self.num_received = 0
+
+    def receive(self) -> Iterator[tuple[bytes, Any]]:
+        """Up to MAX_DRAIN waiting messages as (identity, struct or ForeignHello), without waiting."""
+        for _ in range(MAX_DRAIN):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.num_received += 1
+            message = self._decode(frames)
+            if message is None:
+                self.num_dropped += 1
+            else:
+                yield frames[0], message
+
+    def _decode(self, frames: list[bytes]) -> Any:
+        if len(frames) != 2:
+            return None
+        try:
+            return codec.decode(frames[1], self._direction)
+        except codec.WireError:
+            return _foreign_hello(frames[1])
+
+    def send(self, identity: bytes, message: msgspec.Struct) -> Delivery:
+        """Encode and hand over to the socket, without waiting."""
+        return self.send_bytes(identity, codec.encode(message))
+
+    def send_bytes(self, identity: bytes, data: bytes) -> Delivery:
+        """Hand over encoded bytes. "gone": no such peer is connected; "full": UNSENT_LIMIT messages wait for it already."""
+        try:
+            self.socket.send_multipart((identity, data), zmq.NOBLOCK, copy=len(data) < 65536)
+        except zmq.Again:
+            return "full"
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return "gone"
+            raise
+        return "sent"
+
+    def close(self) -> None:
+        """Close the socket; what is already handed over still leaves within the linger time."""
+        self.socket.close()
+
+
+def _foreign_hello(data: bytes) -> ForeignHello | None:
+    """A hello of another build if `data` looks like one. Reads nothing but the three fields that tell builds apart."""
+    if len(data) > 65536:
+        return None
+    try:
+        fields = msgspec.msgpack.decode(data, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, TypeError):
+        return None
+    if fields.get("type") not in ("worker_hello", "frontend_hello"):
+        return None
+    version, digest, rank = fields.get("wire_version", 0), fields.get("wire_digest", ""), fields.get("rank", -1)
+    if not (isinstance(version, int) and isinstance(digest, str) and isinstance(rank, int)):
+        return None
+    return ForeignHello(version, digest[:64], rank)
