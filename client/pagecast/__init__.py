@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncClient": "client", "Client": "sync", "LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "sampling", "RequestOutput": "llm",
+    "AsyncClient": "client", "Client": "sync", "LLM": "llm", "AsyncLLM": "llm", "SamplingParams": "sampling", "RequestOutput": "llm",
     "CompletionOutput": "llm", "PagecastError": "errors", "RpcError": "errors",
 }
 """Public name to the module that defines it."""
 
 if TYPE_CHECKING:
-    from pagecast.async_llm import AsyncLLM as AsyncLLM
     from pagecast.client import AsyncClient as AsyncClient
     from pagecast.errors import PagecastError as PagecastError
     from pagecast.errors import RpcError as RpcError
     from pagecast.llm import LLM as LLM
+    from pagecast.llm import AsyncLLM as AsyncLLM
     from pagecast.llm import CompletionOutput as CompletionOutput
     from pagecast.llm import RequestOutput as RequestOutput
     from pagecast.sampling import SamplingParams as SamplingParams

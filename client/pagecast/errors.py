@@ -6,19 +6,29 @@ from typing import Any, Protocol
 
 
 class PagecastError(Exception):
-    """Root of this package's errors. str() is one line that names what is wrong."""
+    """Root of this package's errors. str() is one line that names what is wrong. exit_code: how a command ends over it."""
+
+    exit_code = 1
 
 
 class ModelNotFound(PagecastError):
     """A model name or path that means nothing here."""
 
+    exit_code = 2
+
 
 class ModelUnreadable(PagecastError):
     """A model whose files this process may not read."""
 
+    exit_code = 2
+
 
 class StartError(PagecastError):
-    """A private cluster that did not come up."""
+    """A cluster that did not come up. exit_code is 2 where starting it again as it is cannot help."""
+
+    def __init__(self, line: str, exit_code: int = 1) -> None:
+        super().__init__(line)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True, slots=True)

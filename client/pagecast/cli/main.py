@@ -26,7 +26,7 @@ _ROLES = ("frontend", "scheduler", "worker")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line. Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted."""
+    """Run one command line. Exit codes: 0 done, 1 failed, 2 cannot work as it was asked, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(overview())
@@ -63,12 +63,12 @@ def _run(command: str, rest: list[str]) -> int:
         return 1
     except PagecastError as error:
         print(f"pagecast {command}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0].startswith("pagecast"):
             raise
         print(f"pagecast {command}: needs the package {error.name}; install it with: pip install 'pagecast[serve]'", file=sys.stderr)
-        return 1
+        return 2
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 the README's table all come from it. Names are vLLM's where they mean the same."""
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,20 @@ def add(parser: argparse.ArgumentParser, chosen: Iterable[Option]) -> None:
 def values(args: argparse.Namespace, taker: str) -> dict[str, Any]:
     """The parsed options of one command, by field name."""
     return {option.name: getattr(args, option.name) for option in of(taker)}
+
+
+def words(taker: str, given: Mapping[str, Any]) -> list[str]:
+    """The command line that gives one command these values; what is the default anyway is left out."""
+    line: list[str] = []
+    for option in of(taker):
+        value = given[option.name]
+        if value == option.default or value is None:
+            continue
+        if option.kind is bool:
+            line.append(option.flag if value else f"--no-{option.flag.removeprefix('--')}")
+        else:
+            line += [option.flag, str(value)]
+    return line
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,136 @@
+"""From the options of `serve` to running processes: command lines of every role, and a cluster of one's own for one program."""
+
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pagecast import models
+from pagecast.cli import options, roles
+from pagecast.errors import StartError
+from pagecast_scheduler.launch.events import Event
+from pagecast_scheduler.launch.local import LaunchError, RoleSpec, RunDir, Supervisor, ignore
+from pagecast_scheduler.launch.output import OnOutput
+
+START_TIMEOUT_S = 900.0
+"""How long a cluster may take to load a model; longer than a rank is given by the scheduler."""
+
+_EXIT_MARGIN_S = 5.0
+"""What a front end needs to close after its drain."""
+
+
+def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
+    """All options of `serve` with `given` over the defaults, and under "model" what the worker is to load.
+
+    Raises TypeError for a name that is no option, ModelNotFound or ModelUnreadable for the model.
+    """
+    known = {option.name: option.default for option in options.of(options.SERVE)}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    chosen = known | given
+    if chosen["executor"] == "oracle":
+        chosen["model"], name = "oracle", "oracle"
+    elif chosen["random_weights"] is not None:
+        chosen["model"] = name = Path(chosen["random_weights"]).name
+    else:
+        chosen["model"], name = str(models.resolve(model)), models.display_name(model)
+    if chosen["served_model_name"] is None:
+        chosen["served_model_name"] = name
+    return chosen
+
+
+def check(chosen: Mapping[str, Any]) -> None:
+    """Raises StartError for the first value that a role would refuse, before anything is started."""
+    try:
+        for role in options.ROLES:
+            roles.configuration(role, _role_values(role, chosen, "/run"))
+    except ValueError as error:
+        raise StartError(str(error), 2) from None
+    if chosen["num_frontends"] < 1:
+        raise StartError(f"num_frontends must be at least 1, not {chosen['num_frontends']}", 2)
+
+
+def role_specs(chosen: Mapping[str, Any], run_dir: str) -> list[RoleSpec]:
+    """What to run: the scheduler, a worker for each rank, and the front ends."""
+    specs = [RoleSpec("scheduler", _argv(options.SCHEDULER, _role_values(options.SCHEDULER, chosen, run_dir)))]
+    for rank in range(chosen["tensor_parallel_size"]):
+        specs.append(RoleSpec("worker", _argv(options.WORKER, _role_values(options.WORKER, chosen, run_dir) | {"rank": rank}), rank))
+    grace = chosen["drain_announce_s"] + chosen["drain_timeout_s"] + _EXIT_MARGIN_S
+    for index in range(chosen["num_frontends"]):
+        values = _role_values(options.FRONTEND, chosen, run_dir) | {"index": index, "reuse_port": chosen["num_frontends"] > 1}
+        if index > 0:
+            values["uds"] = None  # a Unix socket has one listener
+        specs.append(RoleSpec("frontend", _argv(options.FRONTEND, values), index, grace_s=grace))
+    return specs
+
+
+def shared_port(host: str) -> tuple[int, socket.socket]:
+    """A free port that several processes can listen on together, and the socket that keeps it for them while it is open."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    keeper = socket.socket(family, socket.SOCK_STREAM)
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    keeper.bind((host.strip("[]"), 0))
+    return int(keeper.getsockname()[1]), keeper
+
+
+def _role_values(role: str, chosen: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
+    values = {option.name: chosen.get(option.name, option.default) for option in options.of(role)} | {"run_dir": run_dir}
+    made_up = chosen["executor"] == "oracle" or chosen["random_weights"] is not None
+    if role == options.FRONTEND and made_up:
+        values["model"] = ""  # no tokenizer either: the front end then maps bytes to ids
+    return values
+
+
+def _argv(role: str, values: Mapping[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "pagecast.cli.main", role, *options.words(role, values)]
+
+
+def drop(name: str, line: str) -> None:
+    """An on_output that keeps a cluster's log off the standard error of the program that embeds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is told of what happens in a private cluster."""
+
+    on_event: Callable[[Event], None] = ignore
+    on_output: OnOutput = drop
+
+
+class PrivateCluster:
+    """A cluster for this program alone, reached through a Unix socket in a folder of mode 0700; it ends when the program does.
+
+    Blocks until the cluster serves. Raises StartError, with the last thing the failing process said.
+    """
+
+    def __init__(self, chosen: Mapping[str, Any], watch: Watch = Watch()) -> None:
+        try:
+            run_dir = RunDir.take()
+        except LaunchError as error:
+            raise StartError(str(error), error.exit_code) from None
+        # Nobody balances over a private cluster: its end need not be announced, and its calls end with it.
+        private = dict(chosen) | {"port": 0, "uds": str(run_dir.path / "client.sock"), "drain_announce_s": 0.0, "drain_timeout_s": 0.5}
+        self.target = f"unix:{private['uds']}"
+        self._supervisor = Supervisor(role_specs(private, str(run_dir.path)), run_dir, watch.on_event, watch.on_output)
+        try:
+            check(private)
+            self._supervisor.start()
+            self.addresses = self._supervisor.wait_ready(START_TIMEOUT_S)
+        except LaunchError as error:
+            self.close()
+            raise StartError(str(error), error.exit_code) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End every process. Returns when they are gone."""
+        self._supervisor.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,195 @@
+"""LLM and AsyncLLM: a model inside a program. They start a cluster of their own, of the same processes as `pagecast serve`, and stop it."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Semaphore
+from typing import Any, Self, Unpack, cast
+
+import grpc
+
+from pagecast import answers, models, requests, types
+from pagecast.channel import channel_options
+from pagecast.client import AsyncClient, AsyncStream
+from pagecast.errors import PagecastError, from_rpc
+from pagecast.sampling import SamplingParams
+from pagecast.v1 import generation_pb2, generation_pb2_grpc
+
+_CALLS_PER_CONNECTION = 900
+"""A front end takes 1,000 calls on one connection; more would wait in the client without a word."""
+
+_PRIVATE = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1 << 40}
+"""A program's own queue is bounded by the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One output. stop_reason: the stop text or token id that ended it, None for another reason."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: types.FinishReason
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of one prompt. prompt is what was given: text, token ids or a conversation."""
+
+    request_id: str
+    prompt: requests.Prompt
+    outputs: tuple[CompletionOutput, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    seed: int
+    timings: types.Timings
+
+    @classmethod
+    def of(cls, prompt: requests.Prompt, result: types.Generation) -> Self:
+        outputs = tuple(CompletionOutput(s.index, s.text, s.token_ids, s.reason, s.matched_stop) for s in result.sequences)
+        usage = result.usage
+        return cls(
+            result.request_id, prompt, outputs, usage.prompt_tokens, usage.cached_prompt_tokens, result.effective.seed, result.timings
+        )
+
+
+class _Embedded:
+    """A private cluster and its end. Options are those of `pagecast serve`, with underscores."""
+
+    def __init__(
+        self, model: str = models.DEFAULT_MODEL, *, tensor_parallel_size: int = 1, dtype: str = "auto", max_num_seqs: int = 256,
+        max_model_len: int | None = None, enable_prefix_caching: bool = True, random_weights: str | None = None, executor: str = "torch",
+        **options: Any,
+    ) -> None:
+        from pagecast import cluster
+
+        chosen = cluster.settings(
+            model, tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching, random_weights=random_weights, executor=executor, **_PRIVATE | options,
+        )
+        self._cluster = cluster.PrivateCluster(chosen)
+        self.target: str = self._cluster.target
+        """Where the cluster listens, for further clients of this user."""
+        # Also runs at the interpreter's exit, and when the object is dropped.
+        self._end = weakref.finalize(self, self._cluster.close)
+
+
+class LLM(_Embedded):
+    """Generates for whole lists of prompts.
+
+        with LLM("smollm2-135m", max_num_seqs=16) as llm:
+            for output in llm.generate(["One", "Two"], SamplingParams(temperature=0, max_tokens=32)):
+                print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str = models.DEFAULT_MODEL, *, max_num_seqs: int = 256, **options: Any) -> None:
+        super().__init__(model, max_num_seqs=max_num_seqs, **options)
+        self._window = max(64, 2 * max_num_seqs)
+        # A subchannel pool of its own makes each channel a connection.
+        arguments = channel_options([("grpc.use_local_subchannel_pool", 1)])
+        count = -(-self._window // _CALLS_PER_CONNECTION)
+        self._channels = [grpc.insecure_channel(self.target, arguments) for _ in range(count)]
+        self._stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+
+    def generate(
+        self, prompts: requests.Prompt | Sequence[requests.Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[requests.RequestOptions],
+    ) -> list[RequestOutput]:
+        """Results in the order of the prompts. Give one prompt or many, and one SamplingParams or one for each prompt.
+
+        Raises the first RpcError met; the other requests are cancelled then.
+        """
+        many = listed(prompts)
+        each: Sequence[SamplingParams | None]
+        each = [sampling] * len(many) if sampling is None or isinstance(sampling, SamplingParams) else sampling
+        if len(each) != len(many):
+            raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
+        specs = (requests.generation_spec(prompt, one, options) for prompt, one in zip(many, each))
+        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, self._run(specs, len(many), options.get("timeout")))]
+
+    def chat(
+        self, conversations: requests.Chat | Sequence[requests.Chat], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[requests.RequestOptions],
+    ) -> list[RequestOutput]:
+        """generate for one conversation or many, under the model's own chat template."""
+        return self.generate(cast(Any, conversations), sampling, **options)
+
+    def _run(self, specs: Iterator[generation_pb2.GenerationSpec], count: int, timeout: float | None) -> list[types.Generation]:
+        """Keep a window of calls open, so that the batch is always full and the queue never long."""
+        room = Semaphore(self._window)
+        futures: list[Any] = []
+        try:
+            for number, spec in enumerate(specs):
+                room.acquire()
+                stub, request = self._stubs[number % len(self._stubs)], generation_pb2.GenerateRequest(spec=spec)
+                call = stub.Generate.future(request, timeout=timeout)
+                call.add_done_callback(lambda _: room.release())
+                futures.append(call)
+            return [answers.generation(future.result()) for future in futures]
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def close(self) -> None:
+        """Stop the cluster. May be called again."""
+        for channel in self._channels:
+            channel.close()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncLLM(_Embedded):
+    """A stream for each request. Made in a blocking way; then used within one event loop.
+
+        async with AsyncLLM("smollm2-135m") as llm:
+            async for event in llm.stream("Once upon a time", SamplingParams(max_tokens=32)):
+                ...
+    """
+
+    _client: AsyncClient | None = None
+
+    def _connected(self) -> AsyncClient:
+        if not self._end.alive:
+            raise PagecastError("this AsyncLLM is closed")
+        if self._client is None:
+            self._client = AsyncClient(self.target)
+        return self._client
+
+    def stream(
+        self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
+    ) -> AsyncStream:
+        """The events of one request, as they come."""
+        return self._connected().stream(prompt, sampling, **options)
+
+    async def generate(
+        self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
+    ) -> RequestOutput:
+        """The whole result of one request."""
+        return RequestOutput.of(prompt, await self._connected().generate(prompt, sampling, **options))
+
+    async def close(self) -> None:
+        """Stop the cluster. May be called again."""
+        if self._client is not None:
+            await self._client.close()
+        self._end()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def listed(prompts: requests.Prompt | Sequence[requests.Prompt]) -> list[requests.Prompt]:
+    """One prompt or many as a list: text is one prompt, so are numbers (token ids) and messages (a conversation)."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | types.ChatMessage | Mapping)):
+        return [cast(requests.Prompt, prompts)]
+    return cast(list[requests.Prompt], list(prompts))
