@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+GREEDY_BELOW = 1e-5  # a temperature below this is 0
 _MASK32 = 0xFFFFFFFF
 
 
@@ -285,17 +286,16 @@ def sample(
 ) -> Tensor:
     """One token per row of logits[B, V]. Returns int32[B].
 
-    temperature float32[B], 0 or top_k 1 being greedy (the largest logit, the lowest id on ties); top_k int32[B], top_p and
+    temperature float32[B], below 1e-5 or with top_k 1 greedy (the largest logit, the lowest id on ties); top_k int32[B], top_p and
     min_p float32[B] as in `keep_mask`; seeds int64[B] holding 64 unsigned bits; sequence and positions int32[B]. Otherwise the
     token is argmax(logits / temperature + gumbel_noise) over the kept set. -1 where a row's largest logit is NaN or infinite.
     """
     wide = _accurate(logits)
     best, tokens = wide.max(-1)
     tokens = (wide == best.unsqueeze(1)).int().argmax(-1)  # the first of equals
-    random = torch.nonzero((temperature > 0) & (top_k != 1)).flatten()
+    random = torch.nonzero((temperature >= GREEDY_BELOW) & (top_k != 1)).flatten()
     if random.numel():
-        # Relative to the largest logit, so that a tiny temperature cannot overflow.
-        scaled = (wide[random] - best[random].unsqueeze(1)) / temperature[random].unsqueeze(1)
+        scaled = wide[random] / temperature[random].unsqueeze(1)
         limits = (top_k[random], top_p[random], min_p[random])
         if bool(((limits[0] > 0) | (limits[1] < 1) | (limits[2] > 0)).any()):
             scaled = scaled.masked_fill(~keep_mask(scaled, *limits), -torch.inf)

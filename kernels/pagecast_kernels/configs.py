@@ -1,0 +1,86 @@
+"""Launch tables: how each kernel is launched, as a pure function of shapes and of the device's processor count.
+
+No kernel is tuned while it serves. The figures come from `kernels/gpu_check.py` on an NVIDIA H200.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+
+_LOG2E = 1.4426950408889634
+MAX_SLICES = 32  # programs that may share a row of `sample`
+_PROGRAMS_PER_PROCESSOR = 4  # the most that any decode launch uses
+
+
+@dataclass(frozen=True)
+class Decode:
+    """tile: KV tokens a step; programs: how many share the work; warps, stages: of each."""
+
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """rows: query rows (tokens × heads of a KV head) of a program; tile: KV tokens a step."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def processors(device: torch.device | str) -> int:
+    """How many streaming multiprocessors the device has; a few on the CPU, where the interpreter stands in."""
+    if torch.device(device).type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def max_decode_programs(device: torch.device | str) -> int:
+    return _PROGRAMS_PER_PROCESSOR * processors(device)
+
+
+def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
+    """Launch of paged_decode for query groups of `group` heads."""
+    del batch, num_kv_heads, group
+    if head_dim > 128:
+        return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
+    return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
+
+
+def prefill(head_dim: int) -> Prefill:
+    """Launch of paged_prefill."""
+    if head_dim > 128:
+        return Prefill(rows=128, tile=32, warps=8, stages=2)
+    return Prefill(rows=128, tile=64, warps=8, stages=3)
+
+
+def score_scale(scale: float, softcap: float) -> tuple[float, float]:
+    """(factor, cap) that turn q·k into base-2 scores: q·k · factor, or with a soft-cap (1 - 2 / (exp2(q·k · factor) + 1)) · cap.
+
+    The latter is log2(e) · softcap · tanh(q·k · scale / softcap), as tanh(x) = 1 - 2 / (exp(2x) + 1).
+    """
+    if softcap:
+        return scale * 2.0 * _LOG2E / softcap, softcap * _LOG2E
+    return scale * _LOG2E, 0.0
+
+
+def sample_slices(batch: int, vocab: int, device: torch.device | str) -> int:
+    """Programs per row of `sample`, a power of two: enough to fill the device, each with 4,096 logits or more."""
+    wanted = min(4 * processors(device) // batch, vocab // 4096, MAX_SLICES)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def row_warps(block: int) -> int:
+    """Warps for a program that holds a row of `block` values: eight to a thread where the row is long."""
+    return min(max(block // 256, 1), 16)
+
+
+def log2_ceil(n: int) -> int:
+    return max(math.ceil(math.log2(n)), 0)

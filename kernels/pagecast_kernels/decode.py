@@ -1,0 +1,251 @@
+"""Paged decode attention: one query token per sequence, split evenly over the chip whatever the lengths are (stream-K).
+
+The work is a list of KV tiles of TILE tokens, ordered by sequence, KV head and position. A fixed number of programs takes
+equal contiguous shares of it, cut wherever they fall, so ragged batches balance and one captured graph serves any lengths:
+each program works out its share from `seq_lens` on the device. The query heads of a KV head are the rows of one tensor-core
+tile, so that KV is read once. A (sequence, KV head) that falls to one program is written at once; otherwise each program
+leaves its part (maximum, sum, weighted values) in the workspace and the last to arrive adds the parts in order, which makes
+the result independent of who was last.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagecast_kernels import configs
+
+_COMBINED = tl.constexpr(8)  # parts the last program loads at once
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Device memory of one launch at a time; launches of one stream may share it, whatever their shapes up to its size.
+
+    counters int32[sequences · Hkv], zero between launches; parts float32[2 · programs, rows, D]; stats float32[2 · programs, 2, rows].
+    """
+
+    counters: Tensor
+    parts: Tensor
+    stats: Tensor
+
+
+def decode_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> DecodeWorkspace:
+    """Workspace for at most max_seqs sequences. It may be made before a graph is captured and used inside it."""
+    programs, rows = configs.max_decode_programs(device), num_heads // num_kv_heads
+    return DecodeWorkspace(
+        torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+        torch.empty((2 * programs, rows, head_dim), dtype=torch.float32, device=device),
+        torch.empty((2 * programs, 2, rows), dtype=torch.float32, device=device),
+    )
+
+
+@triton.jit
+def _first_tile(length, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The first KV tile that a sequence's query sees."""
+    if WINDOW > 0:
+        return tl.maximum(length - WINDOW, 0) // TILE
+    else:
+        return length * 0
+
+
+@triton.jit
+def _tiles(length, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """How many KV tiles a sequence's query sees."""
+    return (length + TILE - 1) // TILE - _first_tile(length, WINDOW, TILE)
+
+
+@triton.jit
+def _owner(tile, share, extra):
+    """The program that a tile falls to, when the first `extra` programs take share + 1 tiles and the others share."""
+    early = tile // (share + 1)
+    late = (tile - extra * (share + 1)) // tl.maximum(share, 1) + extra
+    return tl.where(tile < extra * (share + 1), early, late)
+
+
+@triton.jit
+def _attend(
+    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
+    ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attention of q [ROWS, LANES] over `count` tiles from tile `first`: base-2 maxima, sums, and values not yet divided.
+
+    scale and softcap come from `configs.score_scale`: softcap · tanh is 1 - 2 / (exp2(score) + 1) times softcap.
+    """
+    lane = tl.arange(0, LANES)
+    offset = tl.arange(0, TILE)
+    head = kv_head * (BLOCK_SIZE * DIM)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, LANES), tl.float32)
+    token = first * TILE + offset
+    block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+    for _ in tl.range(0, count, num_stages=STAGES):
+        run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + head + token % BLOCK_SIZE * DIM
+        here = token < length
+        if DIM == LANES:
+            inside = here[:, None]
+        else:
+            inside = here[:, None] & (lane < DIM)[None, :]
+        k = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0.0)
+        v = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0.0)
+        if WINDOW > 0:
+            here = here & (token >= length - WINDOW)
+        # The next tile's block ids are loaded a tile ahead, so that the addresses of K and V wait for no load.
+        token += TILE
+        block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+        scores = tl.dot(q, k.trans()) * scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = tl.where(here[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
+        top = new_top
+    return top, total, values
+
+
+@triton.jit
+def _combine(
+    parts_ptr, stats_ptr, out, first_program, last_program, head_row,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Add the parts that programs first..last left of one (sequence, KV head), in that order, and write the outputs.
+
+    The first program's part is its second slot, as the sequence begins in its share; the others' is their first.
+    Reads bypass L1, which does not see other processors' writes.
+    """
+    lane = tl.arange(0, LANES)
+    row = tl.arange(0, ROWS)
+    index = tl.arange(0, _COMBINED)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, LANES), tl.float32)
+    for start in range(first_program, last_program + 1, _COMBINED):
+        program = start + index
+        slot = 2 * program + (program == first_program).to(tl.int32)
+        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
+        stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
+        part_top = tl.load(stat, held, float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(stat + GROUP, held, 0.0, cache_modifier=".cg")
+        part = parts_ptr + slot[:, None, None] * (GROUP * DIM) + row[None, :, None] * DIM + lane[None, None, :]
+        part_values = tl.load(part, held[:, :, None] & (lane < DIM)[None, None, :], 0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(part_top, 0))
+        # Rows past GROUP have no maximum; theirs is never written.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(part_top - base[None, :])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(part_total * weight, 0)
+        values = values * decay[:, None] + tl.sum(part_values * weight[:, :, None], 0)
+        top = new_top
+    target = out + head_row * DIM + row[:, None] * DIM + lane[None, :]
+    tl.store(target, values / total[:, None], (row < GROUP)[:, None] & (lane < DIM)[None, :])
+
+
+@triton.jit
+def _paged_decode(
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    batch, table_stride, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
+    held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
+
+    for padding in range(program, batch, programs):
+        if tl.load(lens_ptr + padding) == 0:
+            for head in range(NUM_KV_HEADS):
+                head_row = (tl.full((), 0, tl.int64) + padding * NUM_KV_HEADS + head) * GROUP
+                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty), held)
+
+    # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
+    index = tl.arange(0, BATCH)
+    tiles = _tiles(tl.load(lens_ptr + index, index < batch, 0), WINDOW, TILE) * NUM_KV_HEADS
+    ends = tl.cumsum(tiles, 0)
+    all_tiles = tl.sum(tiles, 0)
+    share, extra = all_tiles // programs, all_tiles % programs
+    tile = program * share + tl.minimum(program, extra)
+    end = tile + share + (program < extra).to(tl.int32)
+    sequence = tl.sum((ends <= tile).to(tl.int32), 0)
+    begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+
+    while tile < end:
+        length = tl.load(lens_ptr + sequence)
+        own = _tiles(length, WINDOW, TILE)
+        if own == 0:
+            sequence += 1
+        else:
+            kv_head = (tile - begin) // own
+            head_begin = begin + kv_head * own
+            count = tl.minimum(head_begin + own, end) - tile
+            head_row = (sequence.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
+            q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
+            table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+            top, total, values = _attend(
+                q, k_ptr, v_ptr, table, kv_head, length, _first_tile(length, WINDOW, TILE) + tile - head_begin, count, scale, softcap,
+                ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
+            )  # fmt: skip
+            if count == own:
+                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held)
+            else:
+                slot = (2 * program + (tile == head_begin).to(tl.int32)).to(tl.int64)
+                tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
+                tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
+                tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held)
+                first_program = _owner(head_begin, share, extra)
+                last_program = _owner(head_begin + own - 1, share, extra)
+                counter = counters_ptr + sequence * NUM_KV_HEADS + kv_head
+                # Every thread's stores come before the arrival, and the arrival before the last one's loads.
+                tl.debug_barrier()
+                if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
+                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, ROWS, DIM, LANES)
+                    tl.store(counter, 0)
+            tile += count
+            if tile == begin + own * NUM_KV_HEADS:
+                begin = tile
+                sequence += 1
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    workspace: DecodeWorkspace | None = None,
+    out: Tensor | None = None,
+    config: configs.Decode | None = None,
+) -> Tensor:
+    """See reference.paged_decode. q, caches and out are contiguous; at most 4,096 sequences.
+
+    Without a workspace one is allocated (and its counters cleared) by every call. config overrides the launch table.
+    """
+    batch, num_heads, dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    out = torch.empty_like(q) if out is None else out
+    if not batch:
+        return out
+    config = configs.decode(batch, num_kv_heads, group, dim, q.device) if config is None else config
+    workspace = decode_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
+    if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
+        raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")
+    factor, cap = configs.score_scale(scale, softcap)
+    _paged_decode[(config.programs,)](
+        q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
+        batch, block_table.stride(0), factor, cap,
+        num_kv_heads, group, block_size, dim, window, softcap != 0.0, max(triton.next_power_of_2(batch), 2),
+        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, num_warps=config.warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,167 @@
+"""Paged prefill attention: chunks of query tokens, causally, against a paged cache that already holds their K and V.
+
+A program takes ROWS query rows of one KV head: consecutive tokens times the heads that share the KV head, so short chunks fill
+the tensor-core tile and the causal edge is narrow. KV tiles before the edge run without a mask; the few on it are masked.
+The programs with the most KV start first, and those of one KV head side by side, to share it in L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagecast_kernels import configs
+
+
+@triton.jit
+def _steps(
+    q, k_ptr, v_ptr, table, kv_head, position, length, start, stop, top, total, values, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go on with the online softmax over KV tokens [start, stop), start a multiple of TILE; MASKED tiles test every score."""
+    lane = tl.arange(0, LANES)
+    offset = tl.arange(0, TILE)
+    head = kv_head * (BLOCK_SIZE * DIM)
+    block = tl.load(table + (start + offset) // BLOCK_SIZE, start + offset < length, 0)
+    for first in tl.range(start, stop, TILE, num_stages=STAGES):
+        token = first + offset
+        run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + head + token % BLOCK_SIZE * DIM
+        if MASKED:
+            inside = (token < length)[:, None] & (lane < DIM)[None, :]
+            k = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0.0)
+            v = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0.0)
+        elif DIM != LANES:
+            k = tl.load(k_ptr + run[:, None] + lane[None, :], (lane < DIM)[None, :], 0.0)
+            v = tl.load(v_ptr + run[:, None] + lane[None, :], (lane < DIM)[None, :], 0.0)
+        else:
+            k = tl.load(k_ptr + run[:, None] + lane[None, :])
+            v = tl.load(v_ptr + run[:, None] + lane[None, :])
+        block = tl.load(table + (token + TILE) // BLOCK_SIZE, token + TILE < length, 0)
+        scores = tl.dot(q, k.trans()) * scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        if MASKED:
+            seen = token[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (token[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        if MASKED:
+            # A row may see nothing of a tile: -inf - -inf must not become NaN.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        else:
+            base = new_top
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
+        top = new_top
+    return top, total, values
+
+
+@triton.jit
+def _find(starts_ptr, tile, sequences, TOKENS: tl.constexpr, STEPS: tl.constexpr):
+    """The sequence whose query tiles include `tile`, by bisection: sequence n's begin at starts[n] // TOKENS + n."""
+    low = tile * 0
+    high = low + sequences
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        before = (tl.load(starts_ptr + middle) // TOKENS + middle <= tile) & (middle < sequences)
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _paged_prefill(
+    q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, starts_ptr, lens_ptr, out_ptr,
+    sequences, table_stride, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    sequence = _find(starts_ptr, tile, sequences, TOKENS, STEPS)
+    begin = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - begin
+    first = (tile - begin // TOKENS - sequence) * TOKENS
+    if first >= queries:
+        return
+    length = tl.load(lens_ptr + sequence)
+    context = length - queries
+    row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
+    query = first + row // GROUP
+    held = ((row < TOKENS * GROUP) & (query < queries))[:, None] & (lane < DIM)[None, :]
+    source = ((begin + query).to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * DIM) + row % GROUP * DIM
+    q = tl.load(q_ptr + source[:, None] + lane[None, :], held, 0.0)
+    table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+
+    # Every row sees the tokens up to its position: tiles wholly at or before the first row's need no causal mask.
+    position = context + query
+    stop = context + tl.minimum(first + TOKENS, queries)
+    plain_stop = (context + first + 1) // TILE * TILE
+    start = tile * 0
+    plain_start = start
+    if WINDOW > 0:
+        # Likewise, tiles wholly inside the last row's window need no window mask.
+        start = tl.maximum(context + first + 1 - WINDOW, 0) // TILE * TILE
+        plain_start = tl.maximum((stop - WINDOW + TILE - 1) // TILE * TILE, start)
+        plain_start = tl.minimum(plain_start, tl.maximum(plain_stop, start))
+        plain_stop = tl.maximum(plain_stop, plain_start)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, LANES), tl.float32)
+    if WINDOW > 0:
+        top, total, values = _steps(
+            q, k_ptr, v_ptr, table, kv_head, position, length, start, plain_start, top, total, values, scale, softcap,
+            NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES, True,
+        )  # fmt: skip
+    top, total, values = _steps(
+        q, k_ptr, v_ptr, table, kv_head, position, length, plain_start, plain_stop, top, total, values, scale, softcap,
+        NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES, False,
+    )  # fmt: skip
+    top, total, values = _steps(
+        q, k_ptr, v_ptr, table, kv_head, position, length, plain_stop, stop, top, total, values, scale, softcap,
+        NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES, True,
+    )  # fmt: skip
+    tl.store(out_ptr + source[:, None] + lane[None, :], values / total[:, None], held)
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: Tensor | None = None,
+    config: configs.Prefill | None = None,
+) -> Tensor:
+    """See reference.paged_prefill. q, caches and out are contiguous. config overrides the launch table.
+
+    max_query_len · N bounds the tokens of the chunks, as does T: the grid covers the smaller.
+    """
+    (tokens, num_heads, dim), sequences = q.shape, rows.shape[0]
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    out = torch.zeros_like(q) if out is None else out
+    if not tokens or not sequences:
+        return out
+    config = configs.prefill(dim) if config is None else config
+    per_tile = max(config.rows // group, 1)
+    tiles = min(tokens, max_query_len * sequences) // per_tile + sequences
+    factor, cap = configs.score_scale(scale, softcap)
+    _paged_prefill[(tiles * num_kv_heads,)](
+        q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, out, sequences, block_table.stride(0), factor, cap,
+        num_kv_heads, group, block_size, dim, window, softcap != 0.0, max(config.rows, triton.next_power_of_2(group)), per_tile,
+        triton.next_power_of_2(dim), config.tile, config.stages, configs.log2_ceil(sequences) + 1, num_warps=config.warps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,109 @@
+"""Rotary embedding, optional q/k norm and the write of K and V into the paged cache, in one pass over qkv.
+
+A program takes one token and HEADS heads of its q|k|v row as two tiles, the first and the second half of each head, so that
+rotation needs no exchange between threads. Heads of q go to `out_q`, heads of k and v to the token's slot.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HEADS = 8
+
+
+@triton.jit
+def _scale_heads(first, second, weight_ptr, lane, inside, eps, HALF: tl.constexpr):
+    """RMS-normalise each head, given as its two halves [HEADS, lanes]."""
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+    low = tl.load(weight_ptr + lane, inside, 0.0).to(tl.float32)
+    high = tl.load(weight_ptr + HALF + lane, inside, 0.0).to(tl.float32)
+    return first * scale * low[None, :], second * scale * high[None, :]
+
+
+@triton.jit
+def _rope_and_write_kv(
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    k_ptr,
+    v_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    qkv_stride,
+    eps,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    lane = tl.arange(0, LANES)
+    inside = lane < HALF
+    held = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
+    source = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + lane[None, :]
+    first_raw = tl.load(source, held, 0.0)
+    second_raw = tl.load(source + HALF, held, 0.0)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + lane, inside, 0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + lane, inside, 0.0)[None, :]
+
+    is_q = (head < NUM_HEADS)[:, None]
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if Q_NORM:
+        low, high = _scale_heads(first, second, q_norm_ptr, lane, inside, eps, HALF)
+        first_q, second_q = tl.where(is_q, low, first), tl.where(is_q, high, second)
+    else:
+        first_q, second_q = first, second
+    if K_NORM:
+        low, high = _scale_heads(first, second, k_norm_ptr, lane, inside, eps, HALF)
+        first_q, second_q = tl.where(is_q, first_q, low), tl.where(is_q, second_q, high)
+    first, second = first_q * cos - second_q * sin, second_q * cos + first_q * sin
+
+    q_target = q_ptr + token * (NUM_HEADS * 2 * HALF) + head[:, None] * (2 * HALF) + lane[None, :]
+    tl.store(q_target, first, held & is_q)
+    tl.store(q_target + HALF, second, held & is_q)
+    is_v = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    kv_head = (head - tl.where(head >= NUM_HEADS + NUM_KV_HEADS, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))[:, None]
+    run = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    target = run * (2 * HALF) + lane[None, :]
+    written = held & (slot >= 0)
+    tl.store(k_ptr + target, first, written & ~is_q & ~is_v)
+    tl.store(k_ptr + target + HALF, second, written & ~is_q & ~is_v)
+    tl.store(v_ptr + target, first_raw.to(v_ptr.dtype.element_ty), written & is_v)
+    tl.store(v_ptr + target + HALF, second_raw.to(v_ptr.dtype.element_ty), written & is_v)
+
+
+def rope_and_write_kv(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    out_q: Tensor | None = None,
+) -> Tensor:
+    """See reference.rope_and_write_kv. Rows of qkv may be strided; cos_sin, caches and out_q are contiguous."""
+    tokens, half = qkv.shape[0], head_dim // 2
+    out_q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device) if out_q is None else out_q
+    if tokens:
+        _rope_and_write_kv[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
+            qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, out_q, qkv.stride(0), eps,
+            q_norm is not None, k_norm is not None, num_heads, num_kv_heads, k_cache.shape[2],
+            half, triton.next_power_of_2(half), _HEADS, num_warps=1 if half <= 64 else 2,
+        )  # fmt: skip
+    return out_q

@@ -1,0 +1,27 @@
+"""Every operator as a Triton launcher, under the names and signatures of `reference`. All may be captured in a CUDA graph:
+no launcher tunes, waits for the device, or allocates by value."""
+
+from pagecast_kernels.decode import DecodeWorkspace, decode_workspace, paged_decode
+from pagecast_kernels.elementwise import copy_blocks, embedding, silu_mul
+from pagecast_kernels.logprobs import top_logprobs
+from pagecast_kernels.norms import add_rms_norm, rms_norm
+from pagecast_kernels.prefill import paged_prefill
+from pagecast_kernels.rope import rope_and_write_kv
+from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
+
+__all__ = [
+    "DecodeWorkspace",
+    "SampleWorkspace",
+    "add_rms_norm",
+    "copy_blocks",
+    "decode_workspace",
+    "embedding",
+    "paged_decode",
+    "paged_prefill",
+    "rms_norm",
+    "rope_and_write_kv",
+    "sample",
+    "sample_workspace",
+    "silu_mul",
+    "top_logprobs",
+]
