@@ -76,7 +76,6 @@ class OracleExecutor:
         self._known = np.zeros((rows, length), dtype=np.uint32)  # untouched pages cost no memory
         self._num_known = np.zeros(rows, dtype=np.int64)
         self.num_tokens = np.zeros(rows, dtype=np.int64)
-        self._num_planned = np.zeros(rows, dtype=np.int64)  # as num_tokens, had no row met a stop id; for the checksum alone
         self._last_token = np.zeros(rows, dtype=np.int64)
         self.active = np.zeros(rows, dtype=bool)
         self._decoding = np.zeros(rows, dtype=bool)
@@ -88,12 +87,9 @@ class OracleExecutor:
     def submit(self, plan: StepPlan) -> None:
         """Apply and compute. Raises PlanError when the plan contradicts this rank's state."""
         self._apply(plan)
-        decoding = self._decoding & (self.num_tokens < self._max_tokens)
-        decoding[self._rows(plan.paused)] = False
-        self._num_planned[decoding] = np.minimum(self._num_planned + plan.num_steps, self._max_tokens)[decoding]
         if plan.table_checksum and plan.table_checksum != self.checksum():
             raise PlanError(f"step {plan.step}: block tables differ from the scheduler's")
-        tokens, flags = self._compute(plan, decoding)
+        tokens, flags = self._compute(plan)
         step_s = self.config.oracle_step_us * 1e-6
         self._device_free_at = max(self._device_free_at, time.monotonic()) + step_s
         result = StepResult(
@@ -132,7 +128,7 @@ class OracleExecutor:
     def checksum(self) -> int:
         """`table_checksum` of the rows as they are."""
         counts = self.num_table_blocks
-        return table_checksum((r, int(self._num_planned[r]), self.table[r, : counts[r]]) for r in np.flatnonzero(self.active).tolist())
+        return table_checksum((r, int(self.num_tokens[r]), self.table[r, : counts[r]]) for r in np.flatnonzero(self.active).tolist())
 
     def _release(self, rows: Rows) -> None:
         if not self.active[rows].all():
@@ -147,7 +143,7 @@ class OracleExecutor:
             raise PlanError(f"admission to row {row} of {len(tokens)} tokens does not fit")
         self.active[row] = True
         self._known[row, : len(tokens)] = tokens
-        self._num_known[row] = self.num_tokens[row] = self._num_planned[row] = len(tokens)
+        self._num_known[row] = self.num_tokens[row] = len(tokens)
         self._max_tokens[row], self._min_tokens[row] = admission.max_tokens, admission.min_tokens
         self._keys[row] = row_key(admission.sampling.seed, admission.sequence)
         stops = view_u32(admission.stop_token_ids)
@@ -165,9 +161,11 @@ class OracleExecutor:
         self.table[row, first : first + len(blocks)] = blocks
         self.num_table_blocks[row] = first + len(blocks)
 
-    def _compute(self, plan: StepPlan, decoding: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Tokens and flags, [num_steps, rows that sample], step-major. decoding: [rows], those that decode in this step."""
+    def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Tokens and flags, [num_steps, rows that sample], step-major."""
         chunk_rows, starts, lengths = self._rows(plan.chunk_rows), view_u32(plan.chunk_starts), view_u32(plan.chunk_lengths)
+        decoding = self._decoding & (self.num_tokens < self._max_tokens)
+        decoding[self._rows(plan.paused)] = False
         ends = starts.astype(np.int64) + lengths
         if (ends > self._num_known[chunk_rows]).any() or not self.active[chunk_rows].all():
             raise PlanError(f"step {plan.step}: a chunk reaches beyond its row's known tokens")
@@ -185,7 +183,6 @@ class OracleExecutor:
             tokens[k, alive], flags[k, alive] = self._sample(rows[alive])
             alive &= (flags[k] & FLAG_STOP == 0) & (self.num_tokens[rows] < self._max_tokens[rows]) & decoding[rows]
         self._decoding[finishing] = True
-        self._num_planned[finishing] += 1
         return tokens, flags
 
     def _prefill(self, rows: Rows, starts: Rows, lengths: Rows) -> None:

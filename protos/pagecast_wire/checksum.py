@@ -10,11 +10,11 @@ from pagecast_wire.codec import pack_u32
 def table_checksum(rows: Iterable[tuple[int, int, Any]]) -> int:
     """CRC-32 over active rows, never 0 (0 means "no checksum" in a plan).
 
-    rows: (row, num_planned, block ids in order) of every active row in ascending row number, as they are once releases, admissions
-    and growth of the plan are applied. num_planned: known tokens, plus every token that this plan and the ones before it let the
-    row decode (whether or not it met a stop id on the way); the token that a chunk of this very plan samples is not counted yet.
+    rows: (row, num_tokens, block ids in order) of every active row in ascending row number, as they are once releases, admissions
+    and growth of the plan are applied and before its tokens are computed. num_tokens: known tokens and those sampled since. The
+    scheduler sends none while a plan of several steps is in flight, since it cannot know yet which rows stopped early in it.
     """
     value = 0
-    for row, num_planned, blocks in rows:
-        value = zlib.crc32(pack_u32(blocks), zlib.crc32(pack_u32([row, num_planned]), value))
+    for row, num_tokens, blocks in rows:
+        value = zlib.crc32(pack_u32(blocks), zlib.crc32(pack_u32([row, num_tokens]), value))
     return value or 1
