@@ -31,8 +31,8 @@ TICK = SECOND // 5
 HOLD = 3 * SECOND
 """How long, at most, a restarted scheduler waits for the requests of the front ends it should find."""
 
-DRAIN = 20 * SECOND
-"""How long requests may go on after the process was asked to stop."""
+DRAIN = 8 * SECOND
+"""How long requests may go on after the process was asked to stop; then front ends take them to the next scheduler."""
 
 COLLECT_AFTER = 30 * SECOND
 """Idle time after which the garbage collector, otherwise off, is run once."""
@@ -53,10 +53,11 @@ class Engine:
         self._clock = clock
         self._record = record
         self._incarnation = uuid4().hex
+        self.reason = ""  # why `run` returned, one line
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frontend_router = Router(self._context, config.frontends_path, "from_frontend")
         self._worker_router = Router(self._context, config.workers_path, "from_worker")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # never closed: a late signal may still write to it
         state = run_state.load(config.run_dir)
         now = clock()
         self._group = WorkerGroup(config, self._worker_router, self._incarnation)
@@ -99,7 +100,8 @@ class Engine:
                 before = now
                 self._turn(events, now)
         except Stop as stop:
-            self._log.log(20 if stop.code == 0 else 40, "scheduler ends", code=stop.code, reason=str(stop))
+            self.reason = str(stop)
+            self._log.info("scheduler ends", code=stop.code, reason=self.reason)
             return stop.code
         finally:
             gc.enable()
@@ -111,7 +113,6 @@ class Engine:
         self._frontend_router.close()
         self._worker_router.close()
         self._context.term()
-        os.close(self._wake)
         if self._record is not None:
             self._record.close()
         if self._metrics is not None:

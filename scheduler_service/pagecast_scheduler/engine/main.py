@@ -1,10 +1,12 @@
 """Entry point of the scheduler role: from a configuration to an exit code.
 
-0: stopped in order. 1: ended with an error that is logged. 2: cannot start as configured. 5: must be started again.
+0: stopped in order. 1: ended with an error. 2: cannot start as configured. 5: must be started again. Whatever is not 0 is explained
+by one plain line on standard error.
 """
 
 import os
 import signal
+import sys
 from types import FrameType
 
 import zmq
@@ -21,33 +23,40 @@ EXIT_CONFIG = 2
 def run(config: EngineConfig) -> int:
     """Serve until SIGTERM or SIGINT (once: drain; twice: at once), or until nothing can be served any more."""
     logs.configure(config.log_format, config.log_level)
-    log = logs.logger("main")
     try:
         os.makedirs(config.run_dir, mode=0o700, exist_ok=True)
         lock = RunDirLock(config.run_dir)
     except RunDirInUse as error:
-        log.error(str(error))
-        return EXIT_CONFIG
+        return _say(EXIT_CONFIG, str(error))
     except OSError as error:
-        log.error("run directory cannot be used", run_dir=config.run_dir, error=error.strerror)
-        return EXIT_CONFIG
+        return _say(EXIT_CONFIG, f"run_dir {config.run_dir} cannot be used: {error.strerror}")
     try:
         engine = Engine(config, _recorder(config))
     except (OSError, zmq.ZMQError) as error:
-        log.error("scheduler cannot start", run_dir=config.run_dir, error=str(error))
         lock.release()
-        return EXIT_CONFIG
+        return _say(EXIT_CONFIG, f"cannot start in {config.run_dir}: {error}")
+    try:
+        return _serve(engine)
+    finally:
+        lock.release()
 
+
+def _serve(engine: Engine) -> int:
     def on_signal(number: int, frame: FrameType | None) -> None:
         engine.stop()
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return engine.run()
+        code = engine.run()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        lock.release()
+    return _say(code, engine.reason) if code else code
+
+
+def _say(code: int, line: str) -> int:
+    print(f"pagecast scheduler: {line}", file=sys.stderr, flush=True)
+    return code
 
 
 def _recorder(config: EngineConfig) -> Record | None:
