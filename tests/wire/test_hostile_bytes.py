@@ -54,7 +54,11 @@ def test_flipped_bytes(data: st.DataObject, chosen: tuple[str, type[msgspec.Stru
     decode_or_refuse(bytes(whole), direction)
 
 
-PICKLES = [b"cbuiltins\nexit\n(I3\ntR.", b"\x80\x04\x95\x1b\x00\x00\x00\x00\x00\x00\x00\x8c\x08builtins\x94\x8c\x04exit\x94\x93\x94K\x03\x85\x94R\x94."]
+PICKLES = [
+    b"cbuiltins\nexit\n(I3\ntR.",
+    b"\x80\x04\x95\x1b\x00\x00\x00\x00\x00\x00\x00"
+    b"\x8c\x08builtins\x94\x8c\x04exit\x94\x93\x94K\x03\x85\x94R\x94.",
+]
 """`exit(3)` as pickles of protocol 0 and 4, written out by hand: whoever loads one ends the test run."""
 
 

@@ -3,9 +3,11 @@
 The core is deterministic: the same inputs at the same microseconds give the same plans. So every call that can change it must be
 recorded, in order and with its `now`:
 
-    scheduler     whenever a Scheduler is made             arrival   before submit, abort, stop_at or pause, with the message
-    control       before drop_frontend, start_epoch, fail_epoch
-    plan          after every plan_step, also when it returned None       result    before apply_result
+    control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {}, drop_frontend {slot}, and before
+             an abort {key} of the engine's own
+    arrival  before submit, abort, stop_at or pause, with the front end's message
+    plan     after every plan_step, also when it returned None: an attempt may end requests whose time has run out
+    result   before apply_result
 
 File: the line MAGIC, then frames of u32 little-endian length and msgpack [at_us, kind, body]. A file cut short by a crash is good up to
 its last whole frame. Text never reaches this process and so never the file; tenants are written as salted digests; token ids only on
@@ -15,12 +17,10 @@ request, else their number stands in for them.
 import hashlib
 import os
 import struct
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_wire.codec import WIRE_DIGEST, encode
 from pagecast_wire.intake import Abort, Pause, StopAt, Submit
 from pagecast_wire.plan import Admission, StepPlan
@@ -52,10 +52,6 @@ class Recorder:
         self._file.write(MAGIC)
         self._write(0, "header", {"wire_digest": WIRE_DIGEST, "with_tokens": with_tokens})
 
-    def scheduler(self, now: int, config: SchedulerConfig, epoch: int) -> None:
-        """A new core with empty state takes over."""
-        self._write(now, "scheduler", {"epoch": epoch, "config": asdict(config)})
-
     def arrival(self, now: int, message: Arrival) -> None:
         """What a front end asks for, as it is passed on to the core."""
         if isinstance(message, Submit):
@@ -65,12 +61,12 @@ class Recorder:
                 message = without_prompt(message)
         self._write(now, "arrival", encode(message))
 
-    def control(self, now: int, name: str, args: dict[str, int]) -> None:
-        """start_epoch {}, fail_epoch {}, drop_frontend {slot}."""
+    def control(self, now: int, name: str, args: dict[str, Any]) -> None:
+        """Any other call that changes the core, by its name."""
         self._write(now, name, args)
 
     def plan(self, now: int, plan: StepPlan | None) -> None:
-        """What plan_step returned. None is written too: an attempt may end requests whose time has run out."""
+        """What plan_step returned."""
         if plan is None:
             self._write(now, "no_plan", b"")
         else:

@@ -4,12 +4,14 @@ Owns reading of the file, the comparison and the timeline; `pagecast replay` pri
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pagecast_scheduler.core.applying import ResultError
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_scheduler.engine.recorder import LENGTH, MAGIC
@@ -100,7 +102,7 @@ def _run_again(entries: Iterator[tuple[int, str, Any]], result: Replay) -> None:
     began: int | None = None
     for at, kind, body in entries:
         began = at if began is None else began
-        if kind == "scheduler":
+        if kind == "create":
             scheduler = Scheduler(SchedulerConfig(**body["config"]), epoch=body["epoch"])
             result.num_blocks = body["config"]["num_blocks"]
         elif scheduler is None:
@@ -129,13 +131,16 @@ def _feed(scheduler: Scheduler, at: int, kind: str, body: Any, result: Replay) -
             _arrive(scheduler, at, decode(body, "from_frontend"), result)
         case "result":
             result.num_results += 1
-            scheduler.apply_result(decode(body, "from_worker"), at)
+            with suppress(ResultError):  # as in the recorded run, where it cost the worker group its epoch
+                scheduler.apply_result(decode(body, "from_worker"), at)
         case "start_epoch":
             scheduler.start_epoch()
         case "fail_epoch":
             scheduler.fail_epoch(at)
         case "drop_frontend":
             scheduler.drop_frontend(body["slot"], at)
+        case "abort":
+            scheduler.abort(body["key"], at)
         case _:
             raise RecordingError(f"unknown entry {kind!r}")
 
@@ -144,7 +149,8 @@ def _arrive(scheduler: Scheduler, at: int, message: Any, result: Replay) -> None
     match message:
         case Submit():
             result.num_requests += 1
-            scheduler.submit(message, at)
+            with suppress(WireError, ValueError):  # as in the recorded run, where it was refused as malformed
+                scheduler.submit(message, at)
         case Abort(keys=keys):
             for key in keys:
                 scheduler.abort(key, at)
@@ -188,9 +194,9 @@ def _only_look(entries: Iterator[tuple[int, str, Any]], result: Replay) -> None:
     preemptions = 0
     for at, kind, body in entries:
         began = at if began is None else began
-        if kind == "scheduler":
+        if kind == "create":
             result.num_blocks = body["config"]["num_blocks"]
-        if kind in ("scheduler", "fail_epoch"):
+        if kind in ("create", "fail_epoch"):
             tables.clear()
         result.num_requests += kind == "arrival" and isinstance(decode(body, "from_frontend"), Submit)
         result.num_results += kind == "result"
