@@ -49,7 +49,9 @@ def make_executor(config: WorkerConfig) -> Executor:
         return OracleExecutor(config)
     try:
         from pagecast_worker.torch_executor import TorchExecutor
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("pagecast"):
+            raise
         raise LoadError(f"the torch executor needs the package {error.name}; install pagecast[worker]") from error
     executor: Executor = TorchExecutor(config)
     return executor

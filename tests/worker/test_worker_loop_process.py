@@ -191,6 +191,37 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_2(
     assert worker.stderr.read() == b"pagecast worker: model.safetensors: tensor x is missing\n"
 
 
+@pytest.mark.parametrize(("error", "kind"), [("OutOfMemory('no room')", "out_of_memory"), ("ZeroDivisionError('x')", "step")])
+def test_an_executor_that_fails_is_a_fault_of_its_kind(
+    tmp_path: Path, scheduler: SchedulerSocket, started: list[subprocess.Popen[bytes]], error: str, kind: str
+) -> None:
+    program = textwrap.dedent(f"""
+        import sys
+        from pagecast_worker import main
+        from pagecast_worker.config import WorkerConfig
+        from pagecast_worker.executor import OutOfMemory
+        from pagecast_worker.oracle import OracleExecutor
+        class Failing(OracleExecutor):
+            def submit(self, plan):
+                if plan.step == 3:
+                    raise {error}
+                super().submit(plan)
+        main.make_executor = Failing
+        sys.exit(main.run(WorkerConfig(run_dir=sys.argv[1], model="m", executor="oracle", oracle_step_us=1000)))
+    """)
+    worker = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE)
+    started.append(worker)
+    scheduler.expect(WorkerHello)
+    scheduler.send(start_epoch(1))
+    for plan in (prefill(1, 1, PROMPT), StepPlan(epoch=1, step=2), StepPlan(epoch=1, step=3)):
+        scheduler.send(plan)
+    while isinstance(message := scheduler.receive()[1], StepResult):
+        assert message.step < 3
+    assert isinstance(message, WorkerFault)
+    assert (message.kind, message.epoch, message.step) == (kind, 1, 3)
+    assert worker.wait(WAIT_S) == 1
+
+
 def test_a_run_dir_too_long_for_a_socket_is_one_line_and_exit_2(tmp_path: Path) -> None:
     done = subprocess.run(worker_argv(tmp_path / ("x" * 120)), stderr=subprocess.PIPE, timeout=WAIT_S)
     assert done.returncode == 2

@@ -1,0 +1,41 @@
+"""Children's output: whole lines in order, whatever the pieces; the last line is there when the child is."""
+
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagecast_scheduler.launch.output import OutputPump, Stream
+
+
+@given(st.lists(st.sampled_from(["a", "two words", "", "é"]), max_size=8), st.lists(st.integers(1, 6), max_size=20), st.booleans())
+def test_lines_do_not_depend_on_how_they_were_cut(lines: list[str], cuts: list[int], ends: bool) -> None:
+    stream = Stream("worker-0", -1)
+    data = "\n".join(lines).encode() + (b"\n" if ends else b"")
+    got: list[str] = []
+    for size in cuts:
+        piece, data = data[:size], data[size:]
+        got += stream.lines(piece) if piece else []
+    got += (stream.lines(data) if data else []) + stream.lines(b"")
+    wanted = [line for line in lines if line]
+    assert got == wanted and stream.last_line == (wanted[-1] if wanted else "")
+
+
+def test_bytes_that_are_no_text_and_endless_lines_do_no_harm() -> None:
+    stream = Stream("worker-0", -1)
+    assert stream.lines(b"\xff\n") == ["\ufffd"]
+    assert stream.lines(b"x" * 70_000) == ["x" * 70_000]
+
+
+def test_the_pump_reads_to_the_end() -> None:
+    seen: list[tuple[str, str]] = []
+    pump = OutputPump(lambda name, line: seen.append((name, line)))
+    streams = {}
+    for name in ("worker-0", "worker-1"):
+        streams[name], writer = pump.open(name)
+        os.write(writer, f"first of {name}\nlast of {name}".encode())
+        os.close(writer)
+    for name, stream in streams.items():
+        assert stream.closed.wait(30) and stream.last_line == f"last of {name}"
+    pump.close()
+    assert sorted(seen) == [(name, f"{word} of {name}") for name in ("worker-0", "worker-1") for word in ("first", "last")]
