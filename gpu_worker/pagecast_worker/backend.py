@@ -1,0 +1,113 @@
+"""What differs between a CPU and a GPU: operators, number type, staging, and whether steps are captured as graphs."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError
+from pagecast_worker.loading.checkpoint import dtype_named
+from pagecast_worker.models.config import ModelConfig
+from pagecast_worker.models.llama import Llama
+from pagecast_worker.staging import Staging
+
+BFLOAT16_GAIN = 0.8
+"""On a CPU bfloat16 is taken where its products need less than this share of float32's time; the margin keeps the choice stable."""
+
+
+class Backend:
+    """One device's ways. ops: every operator of pagecast_kernels under its name."""
+
+    ops: Any
+    staging: Staging
+
+    def __init__(self, config: WorkerConfig, device: torch.device, shape: ModelConfig) -> None:
+        self.device = device
+        self.config = config
+        self.is_cuda = device.type == "cuda"
+        self.dtype = self._dtype(shape)
+        self.use_graphs = self.is_cuda and not config.enforce_eager
+        self.clear_blocks = not self.is_cuda
+        """Kernels mask what lies beyond a row's length; the CPU's products over whole blocks need finite values there."""
+
+    def _dtype(self, shape: ModelConfig) -> torch.dtype:
+        if self.config.dtype != "auto":
+            return dtype_named(self.config.dtype)
+        if self.is_cuda:
+            return torch.bfloat16
+        return faster_dtype(shape)
+
+    def prepare(self, model: Llama) -> None:
+        """Operators and staging for a loaded model."""
+        if self.is_cuda:
+            from pagecast_worker.cuda_staging import CudaStaging
+
+            self.ops = cuda_operators(self.config, model, self.device)
+            self.staging = CudaStaging(self.device, self.config.max_num_seqs)
+        else:
+            from pagecast_worker import cpu_ops
+            from pagecast_worker.host_staging import HostStaging
+
+            self.ops = cpu_ops
+            self.staging = HostStaging()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+def device_named(name: str) -> torch.device:
+    """The device of "auto", "cpu", "cuda" or "cuda:N". Raises LoadError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise LoadError(f"device must be auto, cpu or cuda, got {name!r}") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise LoadError(f"device {name} is not available here")
+    return device
+
+
+def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> Any:
+    """The Triton operators, with scratch memory that graphs can hold on to where they take some."""
+    from pagecast_kernels import decode, sampling, triton_ops
+
+    attention = model.layers[0].attention
+    rows = config.max_num_seqs + 8
+    attend = decode.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
+    draw = sampling.sample_workspace(rows, device)
+
+    def paged_decode(*args: Any, **kwargs: Any) -> Tensor:
+        return triton_ops.paged_decode(*args, workspace=attend, **kwargs)
+
+    def sample(*args: Any, **kwargs: Any) -> Tensor:
+        return triton_ops.sample(*args, workspace=draw, **kwargs)
+
+    names = ("rms_norm", "add_rms_norm", "silu_mul", "linear", "linear_silu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks")
+    return SimpleNamespace(**{name: getattr(triton_ops, name) for name in names}, paged_decode=paged_decode, sample=sample)
+
+
+def faster_dtype(shape: ModelConfig) -> torch.dtype:
+    """float32 or bfloat16, by timing this model's feed-forward product for one row and for sixteen."""
+    spent = {dtype: _products_seconds(shape, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return torch.bfloat16 if spent[torch.bfloat16] < BFLOAT16_GAIN * spent[torch.float32] else torch.float32
+
+
+def _products_seconds(shape: ModelConfig, dtype: torch.dtype) -> float:
+    """Best of five, over enough weights that they come from memory as they do when serving."""
+    copies = max(1, (64 << 20) // (2 * shape.hidden_size * shape.intermediate_size * dtype.itemsize))
+    weights = [torch.full((2 * shape.intermediate_size, shape.hidden_size), 0.01, dtype=dtype) for _ in range(min(copies, 8))]
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for rows in (1, 16):
+            x = torch.full((rows, shape.hidden_size), 0.5, dtype=dtype)
+            for weight in weights:
+                torch.nn.functional.linear(x, weight)
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,98 @@
+"""Staging for a CUDA device: pinned memory, a stream for results, events instead of waiting."""
+
+from collections import deque
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+UPLOAD_SLOTS = 8
+UPLOAD_WORDS = 1 << 18  # int32 words in one pinned upload buffer: 1 MiB
+
+
+class CudaStaging:
+    """Uploads leave from a ring of pinned buffers; a buffer is filled again only after its copy has run.
+
+    Results: a copy on the main stream saves the small output (a graph replays into the same memory), the side stream brings it
+    down. Buffers of both kinds are reused from free lists.
+    """
+
+    def __init__(self, device: torch.device, max_rows: int) -> None:
+        self.device = device
+        self._ring = [torch.empty(UPLOAD_WORDS, dtype=torch.int32, pin_memory=True) for _ in range(UPLOAD_SLOTS)]
+        self._copied: list[torch.cuda.Event | None] = [None] * UPLOAD_SLOTS
+        self._next = 0
+        self._side = torch.cuda.Stream(device)
+        self._max_rows = max_rows
+        self._free: deque[tuple[Tensor, Tensor]] = deque()
+        self._kept: list[tuple[Tensor, Tensor, int]] = []
+        self._began: torch.cuda.Event | None = None
+
+    def begin(self) -> None:
+        self._kept = []
+        self._began = torch.cuda.Event(enable_timing=True)
+        self._began.record()
+
+    def upload(self, flat: NDArray[np.int32]) -> Tensor:
+        """Through the ring; a step too large for a buffer gets pinned memory of its own, which torch keeps until the copy has run."""
+        source = torch.from_numpy(flat)
+        if len(flat) > UPLOAD_WORDS:
+            return source.pin_memory().to(self.device, non_blocking=True)
+        slot, self._next = self._next, (self._next + 1) % UPLOAD_SLOTS
+        event = self._copied[slot]
+        if event is None:
+            event = self._copied[slot] = torch.cuda.Event()
+        else:
+            event.synchronize()
+        pinned = self._ring[slot][: len(flat)]
+        pinned.copy_(source)
+        uploaded = pinned.to(self.device, non_blocking=True)
+        event.record()
+        return uploaded
+
+    def keep(self, out: Tensor) -> None:
+        """out: int32 [2, n] with n <= max_rows."""
+        if self._free:
+            saved, pinned = self._free.popleft()
+        else:
+            saved = torch.empty(2 * self._max_rows, dtype=torch.int32, device=self.device)
+            pinned = torch.empty(2 * self._max_rows, dtype=torch.int32, pin_memory=True)
+        saved[: out.numel()].view(out.shape).copy_(out)
+        self._kept.append((saved, pinned, out.shape[1]))
+
+    def download(self) -> "CudaDownload":
+        done = torch.cuda.Event(enable_timing=True)
+        done.record()
+        self._side.wait_event(done)
+        with torch.cuda.stream(self._side):
+            for saved, pinned, count in self._kept:
+                pinned[: 2 * count].copy_(saved[: 2 * count], non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self._side)
+        if self._began is None:
+            self._began = done
+        return CudaDownload(self._kept, self._began, done, arrived, self._free)
+
+
+class CudaDownload:
+    """One plan's results under way; `wait` gives its buffers back."""
+
+    def __init__(
+        self,
+        kept: list[tuple[Tensor, Tensor, int]],
+        began: torch.cuda.Event,
+        done: torch.cuda.Event,
+        arrived: torch.cuda.Event,
+        free: deque[tuple[Tensor, Tensor]],
+    ) -> None:
+        self._kept, self._began, self._done, self._arrived, self._free = kept, began, done, arrived, free
+
+    def ready(self) -> bool:
+        return bool(self._arrived.query())
+
+    def wait(self) -> tuple[list[NDArray[np.int32]], int]:
+        self._arrived.synchronize()
+        arrays = [pinned[: 2 * count].view(2, count).numpy().copy() for _, pinned, count in self._kept]
+        self._free.extend((saved, pinned) for saved, pinned, _ in self._kept)
+        return arrays, int(self._began.elapsed_time(self._done) * 1000)

@@ -1,0 +1,74 @@
+"""CUDA graphs of whole decode steps, one per batch bucket: a step costs the CPU one launch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagecast_worker.inputs import SampleInputs
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What a decode step leaves on the device; a graph's next replay overwrites it. out int32[2, B]; logits[B, V]."""
+
+    out: Tensor
+    logits: Tensor
+    rows: SampleInputs
+
+
+def buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: 1, 2, 4, then multiples of 8, the last one holding max_num_seqs."""
+    top = -(-max_num_seqs // 8) * 8
+    return [size for size in (1, 2, 4) if size < max_num_seqs] + [*range(8, top, 8), max_num_seqs]
+
+
+class DecodeGraphs:
+    """Captured steps over one static row buffer. Unused places of a bucket hold the padding row, which kernels skip.
+
+    decode: computes one step of int32[B] rows; it must not wait for the device nor look at values on the CPU.
+    """
+
+    def __init__(self, decode: Callable[[Tensor], Decoded], max_num_seqs: int, padding: int, device: torch.device) -> None:
+        self._decode = decode
+        self._padding = padding
+        self.sizes = buckets(max_num_seqs)
+        self.rows = torch.full((self.sizes[-1],), padding, dtype=torch.int32, device=device)
+        self._held: tuple[int, bytes] = (0, b"")
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
+
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Capture every bucket, largest first so that the smaller ones fit into its memory. progress: done and total."""
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(reversed(self.sizes), 1):
+            for _ in range(2):
+                self._decode(self.rows[:size])
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                decoded = self._decode(self.rows[:size])
+            self._graphs[size] = (graph, decoded)
+            progress(done, len(self.sizes))
+
+    def padded(self, rows: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]] | None":
+        """The row numbers to send for this step, padded to the bucket; None if the buffer holds them already."""
+        size = self._bucket(len(rows))
+        key = (size, rows.tobytes())
+        if key == self._held:
+            return None
+        self._held = key
+        return np.concatenate((rows, np.full(size - len(rows), self._padding)))
+
+    def replay(self, count: int, sent: Tensor | None) -> Decoded:
+        """One step of `count` rows. sent: what `padded` asked for, on the device. The result covers the whole bucket."""
+        size = self._bucket(count)
+        if sent is not None:
+            self.rows[:size].copy_(sent)
+        graph, decoded = self._graphs[size]
+        graph.replay()
+        return decoded
+
+    def _bucket(self, count: int) -> int:
+        return next(size for size in self.sizes if size >= count)

@@ -1,0 +1,83 @@
+"""From a schedule to the tensors of a forward pass.
+
+A decode-only step is built on the device from the rows' state alone, by the same calls whether a graph captures them or not; of it
+the CPU sends nothing but row numbers, and those only when they change. A step with chunks is built on the CPU, which knows every
+position, and sent in one packet; only the decoding rows' last tokens are filled in on the device.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagecast_worker.batch_state import LAST_TOKEN, NUM_TOKENS, BatchState
+from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.row_book import RowBook, Schedule
+from pagecast_worker.staging import Packet
+
+
+@dataclass(slots=True)
+class SampleInputs:
+    """What sampling B rows needs. rows int64[B]; scalars int32[8, B] and seeds int64[B] as in BatchState; stops int32[B, S]."""
+
+    rows: Tensor
+    scalars: Tensor
+    seeds: Tensor
+    stops: Tensor
+
+
+def sample_inputs(state: BatchState, rows: Tensor) -> SampleInputs:
+    """The state of rows int[B], gathered."""
+    index = rows.long()
+    return SampleInputs(index, state.scalars.index_select(1, index), state.seeds.index_select(0, index), state.stops.index_select(0, index))
+
+
+def decode_inputs(state: BatchState, rows: Tensor, block_size: int) -> tuple[StepInputs, SampleInputs]:
+    """Inputs of a step in which rows int32[B] decode one token each. Rows without a token (padding) write nothing and see nothing."""
+    sampling = sample_inputs(state, rows)
+    lengths = sampling.scalars[NUM_TOKENS]
+    positions = (lengths - 1).clamp_(min=0)
+    blocks = state.table[sampling.rows, positions // block_size].long()
+    slots = torch.where(lengths > 0, blocks * block_size + positions % block_size, -1)
+    step = StepInputs(
+        token_ids=sampling.scalars[LAST_TOKEN], positions=positions, slot_mapping=slots, block_table=state.table,
+        num_decodes=rows.shape[0], decode_rows=rows, decode_seq_lens=lengths,
+    )
+    return step, sampling
+
+
+def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:
+    """Adds what `unpack_mixed` takes."""
+    decodes, lengths = len(schedule.decode_rows), schedule.chunk_lengths
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    chunk = np.repeat(np.arange(len(lengths)), lengths)
+    chunk_positions = schedule.chunk_starts[chunk] + np.arange(len(chunk)) - starts[chunk]
+    rows = np.concatenate((schedule.decode_rows, schedule.chunk_rows[chunk]))
+    positions = np.concatenate((schedule.decode_positions, chunk_positions))
+    tokens = np.zeros(len(rows), dtype=np.int32)
+    tokens[decodes:] = book.known[schedule.chunk_rows[chunk], chunk_positions]
+    packet.add(tokens)
+    packet.add(positions)
+    packet.add(book.slots(rows, positions))
+    packet.add(schedule.decode_rows)
+    packet.add(schedule.decode_positions + 1)
+    packet.add(schedule.chunk_rows)
+    packet.add(schedule.chunk_starts + lengths)
+    packet.add(starts)
+    packet.add(schedule.sample_index)
+    packet.add(schedule.sample_rows)
+
+
+def unpack_mixed(schedule: Schedule, state: BatchState, parts: list[Tensor]) -> tuple[StepInputs, Tensor, Tensor]:
+    """Step inputs, the tokens whose hidden states go through the head, and the rows that those sample for (both int32)."""
+    tokens, positions, slots, decode_rows, decode_lens, rows, lens, starts, sample_index, sample_rows = parts
+    decodes = len(schedule.decode_rows)
+    if decodes:
+        tokens[:decodes] = state.scalars[LAST_TOKEN].index_select(0, decode_rows.long())
+    step = StepInputs(
+        token_ids=tokens, positions=positions, slot_mapping=slots.long(), block_table=state.table, num_decodes=decodes,
+        decode_rows=decode_rows, decode_seq_lens=decode_lens, num_prefills=len(schedule.chunk_rows), prefill_rows=rows,
+        prefill_seq_lens=lens, query_start_loc=starts, max_query_len=int(schedule.chunk_lengths.max()),
+    )
+    return step, sample_index, sample_rows

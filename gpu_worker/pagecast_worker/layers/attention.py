@@ -1,0 +1,50 @@
+"""Grouped-query attention over the paged cache: fused projection, rotation and cache write, then decode and prefill kernels."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.parallel import Ranks
+
+
+@dataclass(slots=True)
+class Attention:
+    """One layer's attention on one rank; num_heads and num_kv_heads are this rank's.
+
+    qkv[(Hq + 2 Hkv) D, H] is split by heads; output[H, Hq D] by columns, so its product is a partial sum over ranks.
+    """
+
+    qkv: Tensor
+    output: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    ranks: Ranks
+
+    def forward(self, ops: Any, x: Tensor, step: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """x[T, H] normed -> [T, H]."""
+        q = ops.rope_and_write_kv(
+            ops.linear(x, self.qkv), cos_sin, step.positions, step.slot_mapping, k_cache, v_cache,
+            self.num_heads, self.num_kv_heads, self.head_dim,
+        )
+        attended = self._attend(ops, q, step, k_cache, v_cache)
+        return self.ranks.all_reduce(ops.linear(attended.view(x.shape[0], -1), self.output))
+
+    def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        decodes = step.num_decodes
+        if not step.num_prefills:
+            return ops.paged_decode(q, k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale)
+        out = torch.empty_like(q)
+        if decodes:
+            ops.paged_decode(
+                q[:decodes], k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, out=out[:decodes]
+            )
+        ops.paged_prefill(
+            q[decodes:], k_cache, v_cache, step.block_table, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
+            max_query_len=step.max_query_len, out=out[decodes:],
+        )
+        return out

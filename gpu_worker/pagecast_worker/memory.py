@@ -1,0 +1,75 @@
+"""How many KV blocks fit: on a GPU what a real peak step leaves of the allowed share, on a CPU what the operator grants."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError
+from pagecast_worker.inputs import sample_inputs
+from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.sampler import sample_rows
+
+if TYPE_CHECKING:
+    from pagecast_worker.torch_executor import TorchExecutor
+
+GRAPH_RESERVE = 512 << 20
+"""Bytes kept for graphs' own memory and the allocator's fragments on a GPU."""
+MIN_BLOCKS = 2
+"""The null block and one to work with."""
+
+
+def num_blocks_for(config: WorkerConfig, device: torch.device, bytes_per_block: int, peak: Callable[[], None]) -> int:
+    """Blocks of the pool, null block included. Raises LoadError where not even one fits."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if device.type == "cpu":
+        count = int(config.cpu_kv_gib * (1 << 30)) // bytes_per_block
+        if count < MIN_BLOCKS:
+            raise LoadError(f"cpu_kv_gib must be at least {MIN_BLOCKS * bytes_per_block / (1 << 30):.3f}, got {config.cpu_kv_gib}")
+        return count
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    peak()
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    in_use = total - free - unused  # weights, state, the context, and other processes
+    torch.cuda.empty_cache()
+    count = int(total * config.gpu_memory_utilization - in_use - activations - GRAPH_RESERVE) // bytes_per_block
+    if count < MIN_BLOCKS:
+        raise LoadError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization} of {total >> 20} MiB leaves no room for KV blocks: "
+            f"{in_use >> 20} MiB are in use and a step takes {activations >> 20} MiB"
+        )
+    return count
+
+
+def peak_step(executor: "TorchExecutor") -> None:
+    """The largest step there can be: a full token budget of prefill, and logits and samples of every row. Writes no KV."""
+    config, device, state = executor.config, executor.device, executor.state
+    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+    if device.type == "cpu":
+        tokens, rows = min(tokens, 64), 1  # nothing is measured here, only warmed up
+    length = min(tokens, executor.max_model_len)
+    starts = torch.arange(0, tokens + length, length, device=device, dtype=torch.int32).clamp_(max=tokens)
+    lengths = starts[1:] - starts[:-1]
+    step = StepInputs(
+        token_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
+        positions=torch.arange(tokens, dtype=torch.int32, device=device) % length,
+        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        block_table=state.table,
+        num_decodes=0,
+        decode_rows=lengths[:0],
+        decode_seq_lens=lengths[:0],
+        num_prefills=len(lengths),
+        prefill_rows=torch.full_like(lengths, state.padding),
+        prefill_seq_lens=lengths,
+        query_start_loc=starts,
+        max_query_len=length,
+    )
+    hidden = executor.model.forward(executor.ops, step, executor.cache.layers)
+    logits = executor.model.logits(executor.ops, hidden[:1].expand(rows, -1).contiguous())
+    sample_rows(executor.ops, state, logits, sample_inputs(state, torch.full((rows,), state.padding, dtype=torch.int32, device=device)))

@@ -1,0 +1,69 @@
+"""Moving small things between CPU and device: one upload a step, one download a step, nobody waiting.
+
+On the CPU both are plain arrays. On CUDA uploads go through a ring of pinned buffers, and downloads through a stream of their own.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Packet:
+    """Integer arrays of one step, joined into one int32 buffer and taken apart on the device. Order: `add`ed, then `take`n."""
+
+    def __init__(self) -> None:
+        self._parts: list[NDArray[np.int32]] = []
+        self._shapes: list[tuple[int, ...]] = []
+
+    def add(self, values: NDArray[np.generic]) -> None:
+        """Any array whose values fit int32; float32 travels by its bits (view it as int32 first)."""
+        self._shapes.append(values.shape)
+        self._parts.append(np.ascontiguousarray(values, dtype=np.int32).reshape(-1))
+
+    def upload(self, staging: "Staging") -> list[Tensor]:
+        """int32 tensors on the device, in the order they were added."""
+        if not self._parts:
+            return []
+        sizes = [len(part) for part in self._parts]
+        flat = staging.upload(np.concatenate(self._parts))
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
+
+
+class Download(Protocol):
+    """Tensors on their way to the CPU."""
+
+    def ready(self) -> bool: ...
+
+    def wait(self) -> tuple[list[NDArray[np.int32]], int]:
+        """The arrays, and microseconds that the device worked since `begin`."""
+
+
+class Staging(Protocol):
+    """One device's way in and out."""
+
+    def begin(self) -> None:
+        """Marks where a step's work starts, for its time."""
+
+    def upload(self, flat: NDArray[np.int32]) -> Tensor: ...
+
+    def keep(self, out: Tensor) -> None:
+        """Save a step's small output before a later one overwrites it."""
+
+    def download(self) -> Download:
+        """Everything kept since `begin`, on its way."""
+
+
+class HostDownload:
+    """Already there."""
+
+    def __init__(self, arrays: list[NDArray[np.int32]], device_us: int) -> None:
+        self._arrays, self._device_us = arrays, device_us
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> tuple[list[NDArray[np.int32]], int]:
+        return self._arrays, self._device_us

@@ -1,0 +1,277 @@
+"""Executes plans on a real model: applies deltas, builds inputs, runs the forward pass, samples, and hands results back.
+
+Owns the model, the KV pool and the rows' state. The same steps run on a CPU and on a GPU; what differs is in `backend` (operators,
+staging, graphs).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagecast_wire.codec import pack_u32
+from pagecast_wire.intake import LoadProgress, ModelFacts
+from pagecast_wire.plan import StartEpoch, StepPlan
+from pagecast_wire.result import FLAG_IDLE, FLAG_STOP, StepResult
+from pagecast_worker.backend import Backend, device_named
+from pagecast_worker.batch_state import BatchState
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, ReportProgress
+from pagecast_worker.graphs import Decoded, DecodeGraphs
+from pagecast_worker.inputs import decode_inputs, pack_mixed, sample_inputs, unpack_mixed
+from pagecast_worker.kv_cache import KVCache, block_bytes
+from pagecast_worker.loading.load import load_model, max_model_len, open_checkpoint
+from pagecast_worker.memory import num_blocks_for, peak_step
+from pagecast_worker.models.llama import Llama
+from pagecast_worker.row_book import Int, RowBook, Schedule
+from pagecast_worker.sampler import forbid_early_stops, sample_rows
+from pagecast_worker.staging import Download, Packet
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A plan under way. sub_rows: the rows that sample in each of its steps."""
+
+    plan: StepPlan
+    sub_rows: list[Int]
+    download: Download
+
+
+class TorchExecutor:
+    """See Executor. All methods are called from one thread."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.device = device_named(config.device)
+        self._pending: deque[_Pending] = deque()
+        self._book: RowBook | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    # --- loading
+
+    @torch.inference_mode()
+    def load(self, report: ReportProgress) -> tuple[ModelFacts, int]:
+        config = self.config
+        checkpoint = open_checkpoint(config, self.device)
+        shape = checkpoint.config
+        self.max_model_len = max_model_len(config, shape)
+        self.backend = Backend(config, self.device, shape)
+        self.dtype = self.backend.dtype
+        try:
+            loaded = load_model(config, checkpoint, self.device, self.dtype, report)
+            self.model: Llama = loaded.model
+            self.backend.prepare(self.model)
+            self.ops = self.backend.ops
+            max_blocks = -(-self.max_model_len // config.block_size)
+            self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
+            num_blocks = self._allocate(report)
+            self._warm_up(report)
+        except torch.OutOfMemoryError:
+            raise LoadError(f"{config.model}: the model does not fit into the device's memory") from None
+        facts = ModelFacts(
+            name=config.model,
+            architecture=shape.architecture,
+            digest=loaded.digest,
+            vocab_size=shape.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=shape.eos_token_ids,
+            dtype=str(self.dtype).removeprefix("torch."),
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.dtype.itemsize,
+            num_parameters=self.model.num_parameters(),
+            quantization=shape.quantization,
+        )
+        return facts, num_blocks
+
+    def _allocate(self, report: ReportProgress) -> int:
+        """Size the pool, from a peak step measured over a pool of two blocks, and allocate it."""
+        shape, config = self.model.config, self.config
+        bytes_per_block = block_bytes(shape.num_layers, self.model.num_kv_heads, config.block_size, shape.head_dim, self.dtype)
+        self.cache = self._cache(2)
+        report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
+        peak_step(self)
+        report(LoadProgress(rank=config.rank, phase="kernels", done=1, total=1))
+        num_blocks = num_blocks_for(config, self.device, bytes_per_block, peak=lambda: peak_step(self))
+        self.cache = self._cache(num_blocks)
+        return num_blocks
+
+    def _cache(self, num_blocks: int) -> KVCache:
+        shape = self.model.config
+        return KVCache(
+            num_blocks, shape.num_layers, self.model.num_kv_heads, self.config.block_size, shape.head_dim, self.device, self.dtype
+        )
+
+    def _warm_up(self, report: ReportProgress) -> None:
+        """Run a decode step of every size that serving may use, as graphs where there are graphs."""
+        rank, padding = self.config.rank, self.state.padding
+
+        def progress(done: int, total: int) -> None:
+            report(LoadProgress(rank=rank, phase="warm-up", done=done, total=total))
+
+        progress(0, 1)
+        if self.backend.use_graphs:
+            self._graphs = DecodeGraphs(self._decode, self.config.max_num_seqs, padding, self.device)
+            self._graphs.capture(progress)
+        else:
+            self._decode(torch.tensor([padding], dtype=torch.int32, device=self.device))
+            progress(1, 1)
+
+    # --- epochs and plans
+
+    @torch.inference_mode()
+    def start_epoch(self, start: StartEpoch) -> None:
+        config = self.config
+        for name, limit, value in (
+            ("num_blocks", self.cache.num_blocks, start.num_blocks),
+            ("max_num_seqs", config.max_num_seqs, start.max_num_seqs),
+            ("max_model_len", self.max_model_len, start.max_model_len),
+            ("max_num_batched_tokens", config.max_num_batched_tokens, start.max_num_batched_tokens),
+        ):
+            if value > limit:
+                raise PlanError(f"epoch {start.epoch}: {name} must be at most {limit} on this rank, got {value}")
+        if start.block_size != config.block_size:
+            raise PlanError(f"epoch {start.epoch}: block_size must be {config.block_size} on this rank, got {start.block_size}")
+        self.backend.synchronize()
+        self._pending.clear()
+        self.state.clear()
+        self._book = RowBook(start, self.state.max_blocks)
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        if self._book is None:
+            raise PlanError(f"step {plan.step}: no epoch was started")
+        try:
+            self._pending.append(self._step(plan, self._book))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"step {plan.step}: {str(error).splitlines()[0]}") from None
+
+    def collect(self, wait: bool) -> StepResult | None:
+        if not self._pending or not (wait or self._pending[0].download.ready()):
+            return None
+        pending = self._pending.popleft()
+        arrays, device_us = pending.download.wait()
+        tokens, flags = join_steps(arrays, pending.sub_rows)
+        plan = pending.plan
+        return StepResult(
+            epoch=plan.epoch, step=plan.step, rank=self.config.rank, tokens=pack_u32(tokens), flags=flags.tobytes(), device_us=device_us
+        )
+
+    def close(self) -> None:
+        self.backend.synchronize()
+        self._pending.clear()
+        self._graphs = None
+
+    # --- one plan
+
+    def _step(self, plan: StepPlan, book: RowBook) -> _Pending:
+        changes = book.apply(plan)
+        schedule = book.schedule(plan)
+        staging = self.backend.staging
+        staging.begin()
+        packet = Packet()
+        self.state.pack(changes, packet)
+        for blocks in (changes.copy_from, changes.copy_to):
+            packet.add(blocks)
+        if self.backend.clear_blocks:
+            packet.add(changes.fresh_blocks)
+        sent = self._pack_rows(schedule, book, packet)
+        parts = packet.upload(staging)
+        self.state.unpack(changes, parts)
+        source, target = parts.pop(0), parts.pop(0)
+        if len(changes.copy_from):
+            self.cache.copy(self.ops, source, target)
+        if self.backend.clear_blocks:
+            fresh = parts.pop(0)
+            if len(fresh):
+                self.cache.clear(fresh)
+        self._run(schedule, parts, sent)
+        return _Pending(plan, [schedule.sample_rows, *schedule.later], staging.download())
+
+    def _pack_rows(self, schedule: Schedule, book: RowBook, packet: Packet) -> bool:
+        """Adds what the first step of the plan needs. Whether a decode-only step sends row numbers."""
+        if not schedule.decode_only:
+            pack_mixed(schedule, book, packet)
+            return True
+        rows = schedule.decode_rows
+        if not len(rows):
+            return False
+        padded = self._graphs.padded(rows) if self._graphs is not None else rows
+        if padded is None:
+            return False
+        packet.add(padded)
+        return True
+
+    def _run(self, schedule: Schedule, parts: list[Tensor], sent: bool) -> None:
+        """All steps of a plan, in order on the device."""
+        if schedule.decode_only:
+            if len(schedule.decode_rows):
+                self._decode_rows(len(schedule.decode_rows), parts[0] if sent else None, schedule.early[0])
+        else:
+            self._mixed(schedule, parts)
+        for rows, early in zip(schedule.later, schedule.early[1:], strict=True):
+            if len(rows):
+                self._later(rows, early)
+
+    def _later(self, rows: Int, early: bool) -> None:
+        """One more decode step of a k-step plan."""
+        padded = self._graphs.padded(rows) if self._graphs is not None else rows
+        sent = None
+        if padded is not None:
+            sent = self.backend.staging.upload(padded.astype(np.int32))
+        self._decode_rows(len(rows), sent, early)
+
+    def _decode_rows(self, count: int, sent: Tensor | None, early: bool) -> None:
+        """A decode step of `count` rows, through a graph where there is one. sent: their numbers, if the device lacks them."""
+        if self._graphs is not None:
+            decoded = self._graphs.replay(count, sent)
+        else:
+            assert sent is not None
+            decoded = self._decode(sent)
+        out = decoded.out
+        if early:
+            out = sample_rows(self.ops, self.state, forbid_early_stops(decoded.logits, decoded.rows), decoded.rows)
+        self.backend.staging.keep(out[:, :count])
+
+    def _decode(self, rows: Tensor) -> Decoded:
+        """One decode step of rows int32[B]; what graphs capture."""
+        step, sampling = decode_inputs(self.state, rows, self.config.block_size)
+        logits = self.model.logits(self.ops, self.model.forward(self.ops, step, self.cache.layers))
+        return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
+
+    def _mixed(self, schedule: Schedule, parts: list[Tensor]) -> None:
+        """A step with prefill chunks, decoding rows in front. Only rows that sample go through the head."""
+        step, sample_index, rows = unpack_mixed(schedule, self.state, parts)
+        hidden = self.model.forward(self.ops, step, self.cache.layers)
+        if not len(schedule.sample_rows):
+            return
+        logits = self.model.logits(self.ops, hidden.index_select(0, sample_index.long()))
+        sampling = sample_inputs(self.state, rows)
+        if schedule.early[0]:
+            logits = forbid_early_stops(logits, sampling)
+        self.backend.staging.keep(sample_rows(self.ops, self.state, logits, sampling))
+
+
+def join_steps(arrays: list[np.ndarray], sub_rows: list[Int]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int32 and flags uint8, [steps, rows that sample in the first], from each step's [2, rows of that step].
+
+    A row that a step leaves out, or that met a stop id in an earlier one, is idle there.
+    """
+    rows = sub_rows[0]
+    tokens = np.zeros((len(sub_rows), len(rows)), dtype=np.int32)
+    flags = np.full((len(sub_rows), len(rows)), FLAG_IDLE, dtype=np.uint8)
+    filled = iter(arrays)
+    ended = np.zeros(len(rows), dtype=bool)
+    for k, sampled in enumerate(sub_rows):
+        if not len(sampled):
+            continue
+        out = next(filled)
+        places = np.searchsorted(rows, sampled)
+        tokens[k, places] = out[0]
+        flags[k, places] = out[1]
+        flags[k, ended] = FLAG_IDLE
+        ended |= flags[k] & FLAG_STOP != 0
+    return tokens, flags
