@@ -61,6 +61,21 @@ def test_a_killed_process_is_started_again(tmp_path: Path, notes: Notes) -> None
     assert cluster.failure is None and gone(events.pids())
 
 
+def test_a_dead_rank_takes_its_group_with_it_once(tmp_path: Path, notes: Notes) -> None:
+    events = Events()
+    with supervisor(tmp_path, events, frontend_0="silent") as cluster:
+        first = events.wait(started("worker-1"))
+        assert isinstance(first, ChildStarted)
+        notes.wait("worker-0 runs", "worker-1 runs", "scheduler runs", "frontend-0 runs")
+        os.kill(first.pid, signal.SIGKILL)
+        events.wait(started("worker-0"), count=2)
+        events.wait(started("worker-1"), count=2)
+        cluster.kill()
+        assert cluster.stop() == 0
+    deaths = [e.name for e in events.all if isinstance(e, ChildExited) and e.restart_in_s is not None]
+    assert sorted(deaths) == ["worker-0", "worker-1"]
+
+
 def test_what_a_dead_front_end_published_is_withdrawn(tmp_path: Path, notes: Notes) -> None:
     events = Events()
     with supervisor(tmp_path, events, policy=RestartPolicy(first_delay_s=1000.0, max_delay_s=1000.0)) as cluster:

@@ -1,7 +1,7 @@
 """Supervision of one host's cluster: starts every role, starts again what dies, and ends everything in order.
 
 A thread of its own does all of it, because children are tied to the thread that spawned them. The scheduler repairs what a death
-breaks; this only brings the process back.
+breaks; this only brings the process back (a rank together with all ranks: a group is complete or nothing).
 """
 
 import atexit
@@ -57,6 +57,7 @@ class Supervisor:
         self._readiness = Readiness(run_dir.path, specs)
         self._children: dict[str, Child] = {}
         self._due: dict[str, float] = dict.fromkeys(self._specs, 0.0)  # when to spawn; monotonic seconds
+        self._condemned: set[int] = set()  # pids of ranks that were killed because another one died
         self._stages: Stages | None = None
         self._stop_wanted = self._kill_wanted = False
         self._wake_end, self._waker = socket.socketpair()
@@ -94,7 +95,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def stop(self) -> int:
-        """End in order: front ends drain, then the scheduler, then workers. Returns the exit code; may be called again."""
+        """End in order: front ends drain, then the scheduler, then workers. Returns the exit code; may be called again, but not from
+        on_event or on_output."""
         if self._thread.ident is None:
             self._run_dir.close()
             return EXIT_OK
@@ -205,6 +207,17 @@ class Supervisor:
         else:
             self._due[spec.name] = time.monotonic() + delay
             self._on_event(ChildExited(spec.name, child.pid, code, delay))
+            self._end_group(child)
+
+    def _end_group(self, dead: Child) -> None:
+        """A rank died: the others cannot go on without it, and while they load nobody else knows them. They start again together."""
+        if dead.spec.role != "worker" or dead.pid in self._condemned:
+            self._condemned.discard(dead.pid)
+            return
+        for child in self._children.values():
+            if child.spec.role == "worker" and child.pid not in self._condemned:
+                self._condemned.add(child.pid)
+                child.signal(signal.SIGKILL)
 
     def _fail(self, failure: Failed) -> None:
         """Nothing can be saved by draining: tell everyone at once."""
