@@ -118,8 +118,9 @@ def check_lift(scheduler: Scheduler, tenant: str, active: dict[str, int]) -> Non
     if active and tenant not in active:
         served = scheduler.state.tenants.served
         index = next(request.tenant for request in scheduler.state.requests.values() if request.submit.tenant == tenant)
-        if served[index] < min(active.values()):
-            raise Violation(f"tenant {tenant} returns with {served[index]} tokens served, the least served active one has {min(active.values())}")
+        least = min(active.values())
+        if served[index] < least:
+            raise Violation(f"tenant {tenant} returns with {served[index]} tokens served, the least served active one has {least}")
 
 
 def check_victim(candidates: list[policy.Running], requester: policy.Running, victim: policy.Running | None) -> None:
@@ -184,10 +185,12 @@ def check_bounds(scheduler: Scheduler, config: SchedulerConfig) -> None:
 def check_limits(streams: Streams, now: int) -> None:
     """Called after an attempt to plan: whatever has run out by now must have ended."""
     for request in streams.requests.values():
-        plan = request.plan
-        limits = [plan.deadline_ms, plan.time_budget_ms]
-        if not request.ended and any(0 <= limit * 1000 + request.arrival + 1000 * request.brought_back <= now for limit in limits if limit >= 0):
-            raise Violation(f"request {plan.key:#x} goes on at {now - request.arrival} us, past its limits {limits} ms")
+        if request.ended:
+            continue
+        plan, elapsed = request.plan, now - request.arrival - 1000 * request.brought_back  # it came back with whole milliseconds
+        limits = [limit for limit in (plan.deadline_ms, plan.time_budget_ms) if limit >= 0]
+        if any(limit * 1000 <= elapsed for limit in limits):
+            raise Violation(f"request {plan.key:#x} goes on after {elapsed} us, past its limits {limits} ms")
 
 
 def check_idle(scheduler: Scheduler, streams: Streams) -> None:

@@ -111,7 +111,7 @@ def main() -> int:
     for seed, text in total.failures[1:]:
         print(f"seed {seed}: {text.splitlines()[-2]}")
     print(
-        f"{total.num_seeds} seeds, {len(total.failures)} failed, {elapsed:.1f} s, {1000 * elapsed / max(total.num_seeds, 1):.1f} ms a seed: "
+        f"{total.num_seeds} seeds, {len(total.failures)} failed, {elapsed:.1f} s, {1000 * elapsed / max(total.num_seeds, 1):.1f} ms each; "
         f"{total.num_plans} plans, {total.num_preemptions} preemptions, {total.num_epochs} epochs, "
         f"{total.prefix_tokens_hit} prefix tokens hit; ends: {dict(sorted(total.reasons.items()))}"
     )

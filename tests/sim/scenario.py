@@ -7,7 +7,7 @@ numbers; sizes are tiny, so that edges of blocks, chunks, limits and queues are 
 from dataclasses import dataclass, field
 from random import Random
 
-from sim.reference import VOCABULARY
+from sim.reference import VOCABULARY, stream
 
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_wire.codec import pack_u32
@@ -90,7 +90,7 @@ FEATURES = {
     "tight": 0.5, "prefixes": 0.6, "lossy": 0.35, "kills": 0.3, "restarts": 0.15, "cancels": 0.35, "stop_at": 0.25, "pauses": 0.25,
     "deadlines": 0.2, "broken": 0.2, "poison": 0.08, "sequences": 0.35, "tenants": 0.4, "classes": 0.35, "multi_step": 0.3,
     "no_cache": 0.08, "small_queue": 0.12, "lost_frontend": 0.08, "batch_delay": 0.1, "no_recovery": 0.06, "long": 0.2,
-    "transfers": 0.15,
+    "transfers": 0.15, "chat": 0.25,
 }  # fmt: skip
 """Chance of each feature in a seed."""
 
@@ -102,10 +102,12 @@ def draw(seed: int) -> Scenario:
     config = _draw_config(random, on)
     count = random.randint(3, 12)
     bases = [[random.randrange(random.choice((2, VOCABULARY))) for _ in range(40)] for _ in range(random.randint(1, 3))]
-    gap = random.choice((0, STEP_US, 4 * STEP_US))
-    requests, arrival = [], 0
+    gap = random.choice((0, STEP_US, 4 * STEP_US)) if "tight" not in on else random.choice((0, STEP_US // 2))
+    requests: list[RequestPlan] = []
+    arrival = 0
     for index in range(count):
-        requests.append(_draw_request(random, on, config, bases, index, arrival))
+        prompt = _draw_turn(random, config, requests) if "chat" in on and requests and random.random() < 0.4 else ()
+        requests.append(_draw_request(random, on, config, prompt or _draw_prompt(random, on, config, bases), index, arrival))
         arrival += random.randint(0, gap) if random.random() < 0.85 else random.randint(0, 20 * STEP_US)
     end = arrival + 25 * STEP_US
     times = lambda most: tuple(sorted(random.randrange(end) for _ in range(random.randint(1, most))))
@@ -124,8 +126,8 @@ def _draw_config(random: Random, on: frozenset[str]) -> SchedulerConfig:
     block_size = random.choice((1, 2, 4, 4, 8, 16)) if "tight" in on else random.choice((2, 4, 8, 16))
     max_model_len = random.randint(16, 64)
     longest = -(-max_model_len // block_size)
-    num_blocks = 1 + (random.randint(max(longest // 2, 2), longest + 4) if "tight" in on else random.randint(longest, 4 * longest + 8))
-    max_num_seqs = random.randint(1, 8)
+    num_blocks = 1 + (random.randint(max(longest // 2, 3), longest + 2) if "tight" in on else random.randint(longest, 4 * longest + 8))
+    max_num_seqs = random.randint(1, 8) if "tight" not in on else random.randint(3, 8)
     return SchedulerConfig(
         block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.choice((0, random.randint(1, 16), 64)),
@@ -159,13 +161,21 @@ def _draw_prompt(random: Random, on: frozenset[str], config: SchedulerConfig, ba
     return tuple(base[:shared] + tail[shared:])
 
 
+def _draw_turn(random: Random, config: SchedulerConfig, earlier: list[RequestPlan]) -> tuple[int, ...]:
+    """The next turn of a chat: an earlier prompt, its answer (as the reference knows it), and a few tokens more."""
+    last = random.choice(earlier)
+    answer = stream(list(last.prompt), last.seed, 0, last.max_output_tokens, last.min_output_tokens, last.stop_ids).tokens
+    more = [random.randrange(VOCABULARY) for _ in range(random.randint(1, 5))]
+    return (*last.prompt, *answer, *more)[: config.max_model_len - 1]
+
+
 def _draw_request(
-    random: Random, on: frozenset[str], config: SchedulerConfig, bases: list[list[int]], index: int, arrival: int
+    random: Random, on: frozenset[str], config: SchedulerConfig, prompt: tuple[int, ...], index: int, arrival: int
 ) -> RequestPlan:
     chance = lambda feature, likely: feature in on and random.random() < likely
-    prompt = _draw_prompt(random, on, config, bases)
     room = min(config.max_model_len, config.pool_tokens) - len(prompt)
-    output = max(1, min(room, random.choice((1, 2, random.randint(1, 8), random.randint(4, 24)))))
+    usual = random.choice((1, 2, random.randint(1, 8), random.randint(4, 24))) if "tight" not in on else random.randint(2, 32)
+    output = max(1, min(room, usual))
     if random.random() < 0.03:
         output = room + random.randint(0, 3) if room > 0 else 1  # at, or just beyond, what can fit
         output = max(output, 1)

@@ -243,12 +243,12 @@ class World:
         self.after(HEARTBEAT_US, self._heartbeat)
 
     def _transfer(self) -> None:
-        """Another stream begins to read the blocks of a running row: they are held until a step that is planned or soon will be."""
+        """Another stream begins to read the blocks of a running row: they are held until the last planned step is applied."""
         state = self.port.core.state
         running = state.rows.running()
         if running and self.group_up:
             blocks = state.kv.table.row(self.random.choice(running).row)
-            until = state.step + self.random.randint(0, 2)
+            until = state.step
             if until > state.applied_step and len(blocks):
                 self.trace.append(("transfer", self.now, blocks.tolist(), until))
                 state.kv.pool.hold(blocks, until)
