@@ -1,5 +1,6 @@
 """From the options of `serve` to running processes: command lines of every role, and a cluster of one's own for one program."""
 
+import errno
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -64,6 +65,18 @@ def role_specs(chosen: Mapping[str, Any], run_dir: str) -> list[RoleSpec]:
             values["uds"] = None  # a Unix socket has one listener
         specs.append(RoleSpec("frontend", _argv(options.FRONTEND, values), index, grace_s=grace))
     return specs
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises StartError if nothing can listen there. A front end would say so too, but only after others have started."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        why = "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartError(f"cannot listen on {host}:{port}: {why}", 2) from None
 
 
 def shared_port(host: str) -> tuple[int, socket.socket]:

@@ -59,5 +59,7 @@ def _checked_folder(path: Path) -> Path:
 def _checked_file(path: Path) -> Path:
     if path.suffix != ".gguf":
         raise ModelNotFound(f"file {path} is no model: only .gguf files are taken, or a folder in Hugging Face layout")
-    with open(path, "rb"):
-        return path
+    with open(path, "rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelUnreadable(f"file {path} is not in GGUF format")
+    return path

@@ -29,8 +29,13 @@ def refusal(code: int, message: str, *details: Any) -> Any:
     return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
 
 
+def said(spec: pb.GenerationSpec) -> str:
+    """The text of a prompt, or of a conversation's last message."""
+    return spec.chat.messages[-1].content if spec.chat.messages else spec.prompt_text
+
+
 class Script(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers by the prompt's text: "bad", "busy", "flaky", "endless", anything else two tokens. Keeps what it was asked."""
+    """Answers by the prompt's text, or a chat's last: "bad", "busy", "flaky", "slow", "endless", else two tokens. Keeps the requests."""
 
     def __init__(self) -> None:
         self.asked: list[pb.GenerationSpec] = []
@@ -49,7 +54,7 @@ class Script(generation_pb2_grpc.GenerationServiceServicer):
     def GenerateStream(self, request: pb.GenerateStreamRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateStreamResponse]:
         context.add_callback(self.cancelled.set)
         self._refuse(request.spec, context)
-        if request.spec.prompt_text == "endless":
+        if said(request.spec) == "endless":
             yield from (self._event(n + 1, tokens=pb.TokensEvent(first_token_offset=n, token_ids=[n], text="x")) for n in range(10**9))
         events = (
             {"accepted": pb.AcceptedEvent(request_id="r1", model="m", prompt_tokens=3, effective=pb.EffectiveParameters(seed=5))},
@@ -70,16 +75,16 @@ class Script(generation_pb2_grpc.GenerationServiceServicer):
         self.asked.append(spec)
         self.attempts += 1
         info = error_details_pb2.ErrorInfo(reason="FIELD_VIOLATION", domain="pagecast", metadata={"request_id": "r1"})
-        if spec.prompt_text == "bad":
+        if said(spec) == "bad":
             fields = [("spec.sampling.temperature", "must be at most 100, not 101"), ("spec.sampling.top_p", "must be above 0, not 0")]
             violations = [error_details_pb2.BadRequest.FieldViolation(field=field, description=text) for field, text in fields]
             bad = error_details_pb2.BadRequest(field_violations=violations)
             context.abort_with_status(refusal(code_pb2.INVALID_ARGUMENT, "2 fields are out of range", info, bad))
-        if spec.prompt_text == "busy" or (spec.prompt_text == "flaky" and self.attempts < 3):
+        if said(spec) == "busy" or (said(spec) == "flaky" and self.attempts < 3):
             info.reason = "OVERLOADED"
             retry = error_details_pb2.RetryInfo(retry_delay=Duration(nanos=300_000_000))
             context.abort_with_status(refusal(code_pb2.UNAVAILABLE, "the queue is full", info, retry))
-        if spec.prompt_text == "slow":
+        if said(spec) == "slow":
             self.closing.wait()
 
 

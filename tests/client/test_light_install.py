@@ -27,7 +27,8 @@ def test_the_client_runs_on_the_base_install(server: FakeServer) -> None:
     code = BLOCKER + (
         "from pagecast import Client, AsyncClient, SamplingParams\n"
         "with Client(sys.argv[1]) as client:\n"
-        "    print(client.generate('x', SamplingParams(seed=1)).text, client.health(), [type(e).__name__ for e in client.stream('x')][-1])\n"
+        "    last = [type(event).__name__ for event in client.stream('x')][-1]\n"
+        "    print(client.generate('x', SamplingParams(seed=1)).text, client.health(), last)\n"
         "    try: client.generate('bad')\n"
         "    except Exception as error: print(type(error).__name__, len(error.violations))\n"
     )
@@ -47,7 +48,7 @@ def test_client_commands_run_on_the_base_install(server: FakeServer) -> None:
 
 def test_what_is_missing_for_a_server_is_named_in_one_line() -> None:
     done = python(BLOCKER + "from pagecast.cli.main import main\nsys.exit(main(sys.argv[1:]))", "scheduler", "--run-dir", "/nowhere")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "pip install 'pagecast[serve]'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 

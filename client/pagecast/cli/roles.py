@@ -23,8 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser, role: str) -> None:
 def configuration(role: str, given: dict[str, Any]) -> Any:
     """The role's configuration object. Raises ValueError where a value is out of its range."""
     package, name = _CODE[role]
-    kind = getattr(import_module(f"{package}.config"), name)
-    return kind(**given)
+    module = import_module(f"{package}.config")
+    config = getattr(module, name)(**given)
+    if role == options.FRONTEND and (wrong := module.check(config)):
+        raise ValueError(wrong)
+    return config
 
 
 def run(args: argparse.Namespace, role: str) -> int:

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     chosen = cluster.settings(args.model, **options.values(args, options.SERVE))
     cluster.check(chosen)
+    cluster.check_port(chosen["host"], chosen["port"])
     if chosen["log_format"] == "auto" and sys.stderr.isatty():
         chosen["log_format"] = "console"  # the roles write into a pipe and cannot see the terminal
     keeper = nullcontext()
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with keeper, RunDir.take(args.run_dir) as run_dir:
             screen = Screen(str(chosen["served_model_name"]))
-            supervisor = Supervisor(cluster.role_specs(chosen, str(run_dir.path)), run_dir, screen.on_event, screen.bar.print)
+            supervisor = Supervisor(cluster.role_specs(chosen, str(run_dir.path)), run_dir, screen.on_event, screen.on_output)
             try:
                 return supervisor.run_forever()
             finally:
@@ -40,26 +41,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Screen:
-    """What the operator sees of the cluster. Called from the supervising thread."""
+    """What the operator sees of the cluster. on_event is called from the supervising thread, on_output from another."""
 
     def __init__(self, model: str) -> None:
         self._model = model
+        self._last_words: dict[str, str] = {}
         self.bar = LoadingBar()
+
+    def on_output(self, name: str, line: str) -> None:
+        """A log line is passed on; what a command says on its way out is kept for the line about its end."""
+        prefix = f"pagecast {name.split('-')[0]}: "
+        if line.startswith(prefix):
+            self._last_words[name] = line.removeprefix(prefix)
+        else:
+            self.bar.print(name, line)
 
     def on_event(self, event: Event) -> None:
         if isinstance(event, Loading):
             self.bar.update(event.rank, event.phase, event.done, event.total)
         elif isinstance(event, Ready):
             self.bar.close()
-            self._say(f"serving {self._model} on {', '.join(sorted(set(event.addresses)))}")
-        elif isinstance(event, ChildExited) and event.restart_in_s is not None:
-            self._say(f"{event.name} ended with {event.code}; starting it again in {event.restart_in_s:.1f} s")
+            print(f"serving {self._model} on {', '.join(sorted(set(event.addresses)))}", flush=True)
         elif isinstance(event, Stopping):
-            self._say(f"stopping {', '.join(event.names)}")
+            print(f"stopping {', '.join(event.names)}", flush=True)
+        elif isinstance(event, ChildExited) and event.restart_in_s is not None:
+            why = self._last_words.pop(event.name, f"exit code {event.code}")
+            self._complain(f"{event.name} ended: {why}; it starts again in {event.restart_in_s:.1f} s")
         elif isinstance(event, Failed):
             self.bar.close()
-            line = event.line.removeprefix(f"pagecast {event.name.split('-')[0]}: ")
-            print(f"pagecast serve: {event.name} failed: {line or 'it said nothing'}", file=sys.stderr, flush=True)
+            self._complain(f"{event.name} failed: {self._last_words.pop(event.name, event.line or 'it said nothing')}")
 
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
+    def _complain(self, text: str) -> None:
+        print(f"pagecast serve: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""The client commands as processes: what they print, how they end, and what Ctrl-C does."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from client.fake_server import FakeServer
+
+PAGECAST = [sys.executable, "-m", "pagecast.cli.main"]
+
+
+def pagecast(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PAGECAST, *words], capture_output=True, text=True, input=stdin, timeout=120)
+
+
+def test_generate_streams_to_standard_output_and_figures_to_standard_error(server: FakeServer) -> None:
+    done = pagecast("generate", "hello", "--target", server.target, "--max-tokens", "3", "--temperature", "0", "--stop", "a", "--stop", "b")
+    assert (done.returncode, done.stdout) == (0, "ab\n")
+    assert "2 tokens" in done.stderr and "ended by stop" in done.stderr
+    (asked,) = server.script.asked
+    assert (asked.prompt_text, asked.stopping.max_output_tokens, list(asked.stopping.stop_texts)) == ("hello", 3, ["a", "b"])
+    done = pagecast("generate", "-", "--chat", "--quiet", "--target", server.target, stdin="from a pipe")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.script.asked[1].chat.messages[0].content == "from a pipe"
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [
+    (["generate", "bad"], 1, "must be at most 100, not 101"),
+    (["generate", "x", "--max-tokens", "-1"], 2, "max_tokens must be a whole number"),
+    (["generate"], 2, "required: prompt"),
+    (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such"),
+    (["no-such"], 2, "no command 'no-such'"),
+    (["serve", "--max-num-seqs", "many"], 2, "invalid int value: 'many'"),
+    (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs must be at least 1"),
+    (["serve", "--batch-delay-ms", "11"], 2, "batch_delay_ms must be between 0 and 10"),
+    (["serve", "/no/such/model"], 2, "no model '/no/such/model'"),
+    (["serve", "--executor", "oracle", "--host", "0.0.0.0"], 2, "--insecure"),
+    (["bench"], 2, "name what to measure"),
+])
+def test_what_is_wrong_is_said_in_one_line(server: FakeServer, words: list[str], code: int, said: str) -> None:
+    target = ["--target", server.target] if words[0] == "generate" else []
+    done = pagecast(*words, *target)
+    assert done.returncode == code
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("pagecast")
+
+
+def test_status_shows_health_model_and_load(server: FakeServer) -> None:
+    done = pagecast("status", "--target", server.target)
+    assert done.returncode == 0
+    assert "SERVING" in done.stdout and "model    m:" in done.stdout and "4 running" in done.stdout
+    told = json.loads(pagecast("status", "--json", "--target", server.target).stdout)
+    assert (told["health"], told["load"]["num_running"], told["models"][0]["limits"]["max_model_len"]) == ("SERVING", 4, 128)
+    assert pagecast("status", "--check", "--target", "127.0.0.1:1").returncode == 1
+
+
+def test_chat_keeps_the_history(server: FakeServer) -> None:
+    done = pagecast("chat", "--system", "be brief", "--target", server.target, stdin="one\n\ntwo\n/exit\nthree\n")
+    assert (done.returncode, done.stdout) == (0, "ab\nab\n")
+    assert [[(m.role, m.content) for m in asked.chat.messages] for asked in server.script.asked] == [
+        [("system", "be brief"), ("user", "one")],
+        [("system", "be brief"), ("user", "one"), ("assistant", "ab"), ("user", "two")],
+    ]
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(server: FakeServer) -> None:
+    process = subprocess.Popen(
+        [*PAGECAST, "chat", "--target", server.target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=0
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write("endless\n")
+    assert process.stdout.read(1) == "x"
+    process.send_signal(signal.SIGINT)
+    assert server.script.cancelled.wait(60)
+    process.stdin.write("hello\n/exit\n")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert output.endswith("\nab\n")
+    last = [(m.role, m.content) for m in server.script.asked[-1].chat.messages]
+    assert last[1][0] == "assistant" and set(last[1][1]) == {"x"} and last[2] == ("user", "hello")
+
+
+def test_ctrl_c_ends_generate_and_cancels_it(server: FakeServer) -> None:
+    process = subprocess.Popen([*PAGECAST, "generate", "endless", "--target", server.target], stdout=subprocess.PIPE, text=True, bufsize=0)
+    assert process.stdout and process.stdout.read(1) == "x"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert server.script.cancelled.wait(60)
+
+
+def test_a_reader_that_goes_away_ends_the_command(server: FakeServer) -> None:
+    process = subprocess.Popen(
+        [*PAGECAST, "generate", "endless", "--target", server.target], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=0
+    )
+    assert process.stdout and process.stderr and process.stdout.read(1) == "x"
+    process.stdout.close()
+    assert process.wait(timeout=120) == 1
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+
+
+def test_version_and_help_name_everything() -> None:
+    assert pagecast("version").stdout.startswith("pagecast 0.1.0")
+    assert pagecast("--version").stdout == pagecast("version").stdout
+    overview = pagecast("--help")
+    assert overview.returncode == 0
+    for command in ("serve", "frontend", "scheduler", "worker", "generate", "chat", "status", "demo", "bench", "replay", "version"):
+        assert f"\n  {command} " in overview.stdout
+    assert pagecast().returncode == 2
