@@ -14,6 +14,7 @@ from pagecast_wire.sampling import FinishReason
 
 Tokens = NDArray[np.uint32]
 Flags = NDArray[np.uint8]
+ONE = np.uint32(1)
 
 
 class ResultError(ValueError):
@@ -25,18 +26,23 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
     if result.epoch != s.epoch or not s.in_flight or result.step != s.in_flight[0].step:
         return
     record = s.in_flight[0]
-    tokens, flags = view_u32(result.tokens), np.frombuffer(result.flags, np.uint8)
-    width = len(record.cohort.rows)
-    if len(tokens) != record.num_steps * width or len(flags) != len(tokens):
-        raise ResultError(f"step {result.step}: {len(tokens)} tokens and {len(flags)} flags for {record.num_steps} x {width} samples")
+    tokens, width = view_u32(result.tokens), len(record.cohort.rows)
+    total = record.num_steps * width
+    if len(tokens) != total or len(result.flags) != total:
+        raise ResultError(f"step {result.step}: {len(tokens)} tokens and {len(result.flags)} flags for {total} samples")
     s.in_flight.popleft()
     s.applied_step = result.step
     logprobs = _logprobs(result) if result.logprob_rows else {}
     if record.entering:
         _first_tokens(s, record, now)
-    for k in range(record.num_steps):
-        part = slice(k * width, (k + 1) * width)
-        _apply_one(s, record, k, tokens[part], flags[part], {at - k * width: v for at, v in logprobs.items()}, now)
+    plain = record.num_steps == 1 and not logprobs and result.flags == bytes(total)
+    if plain and record.num_freed == s.rows.num_freed:
+        _append(s, record.cohort, tokens)  # the steady state: nobody came, went or ended
+    else:
+        flags = np.frombuffer(result.flags, np.uint8)
+        for k in range(record.num_steps):
+            part = slice(k * width, (k + 1) * width)
+            _apply_one(s, record, k, tokens[part], flags[part], {at - k * width: v for at, v in logprobs.items()}, now)
     s.kv.applied(result.step)
     s.estimates.applied(record.planned_at, record.num_steps, len(tokens) + record.num_prefill_tokens, now)
     if s.alone is not None:
@@ -46,31 +52,28 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
 def _apply_one(
     s: State, record: InFlight, k: int, tokens: Tokens, flags: Flags, logprobs: dict[int, tuple[float, bytes, bytes]], now: int
 ) -> None:
-    """One of the plan's steps. In the steady state every row is live, no flag is set and nothing here loops over rows."""
+    """One of the plan's steps, in which rows may have come, gone or ended. k: which of the num_steps."""
     cohort, rows = record.cohort, s.rows
-    if record.num_freed != rows.num_freed or record.limits is not None or flags.any() or logprobs:
-        live = rows.generation[cohort.rows] == cohort.generations
-        usable = flags & (FLAG_IDLE | FLAG_BAD) == 0
-        if record.limits is not None:
-            usable &= record.limits > k
-        if not live.all():
-            _apply_detached(s, cohort, np.flatnonzero(~live), tokens, flags, usable, logprobs, now)
-        if logprobs:
-            _emit_logprobs(s, cohort, live & usable, logprobs)
-        bad = cohort.rows[live & (flags & FLAG_BAD != 0)]
-        stopped = cohort.rows[live & usable & (flags & FLAG_STOP != 0)]
-        chosen = live & usable
-        if not chosen.all():
-            cohort, tokens = _narrow(s, cohort, chosen), tokens[chosen]
-        _append(s, cohort, tokens)
-        for row in stopped.tolist():
-            seq = rows.owner(row)
-            s.finish(seq, FinishReason.STOP, now, stop_token_id=int(rows.tokens[row, rows.num_tokens[row] - 1]))
-        for row in bad.tolist():
-            if rows.owners[row] is not None:  # not requeued for having shared another bad row's blocks
-                _end_bad(s, rows.owner(row), now)
-    else:
-        _append(s, cohort, tokens)
+    live = rows.generation[cohort.rows] == cohort.generations
+    usable = flags & (FLAG_IDLE | FLAG_BAD) == 0
+    if record.limits is not None:
+        usable &= record.limits > k
+    if not live.all():
+        _apply_detached(s, cohort, np.flatnonzero(~live), tokens, flags, usable, logprobs, now)
+    if logprobs:
+        _emit_logprobs(s, cohort, live & usable, logprobs)
+    chosen = live & usable
+    bad = cohort.rows[live & (flags & FLAG_BAD != 0)]
+    stopped = cohort.rows[chosen & (flags & FLAG_STOP != 0)]
+    if not chosen.all():
+        cohort, tokens = _narrow(s, cohort, chosen), tokens[chosen]
+    _append(s, cohort, tokens)
+    for row in stopped.tolist():
+        seq = rows.owner(row)
+        s.finish(seq, FinishReason.STOP, now, stop_token_id=int(rows.tokens[row, rows.num_tokens[row] - 1]))
+    for row in bad.tolist():
+        if rows.owners[row] is not None:  # not requeued for having shared another bad row's blocks
+            _end_bad(s, rows.owner(row), now)
 
 
 def _narrow(s: State, cohort: Cohort, chosen: NDArray[np.bool_]) -> Cohort:
@@ -86,12 +89,17 @@ def _append(s: State, cohort: Cohort, tokens: Tokens) -> None:
     rows, index = s.rows, cohort.rows
     if not len(index):
         return
-    at = rows.num_tokens[index]
-    rows.tokens[index, at] = tokens
-    rows.num_tokens[index] = at + 1
-    s.tenants.served[cohort.tenants] += cohort.tenant_rows
+    at, offsets = rows.num_tokens[cohort.span], rows.num_output[cohort.span]
+    rows.flat_tokens[cohort.flat_starts + at] = tokens
+    s.outputs.add_step(cohort, offsets, tokens)
+    if isinstance(cohort.span, slice):
+        np.add(at, cohort.ones, out=at)
+        np.add(offsets, ONE, out=offsets)
+    else:
+        rows.num_tokens[index] = at + 1
+        rows.num_output[index] = offsets + ONE
+    s.tenants.serve(cohort.tenants, cohort.tenant_rows)
     s.totals.output_tokens += len(index)
-    s.outputs.add_step(cohort, at - cohort.num_prompt, tokens)
 
 
 def _first_tokens(s: State, record: InFlight, now: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Blocks = NDArray[np.int64]
+EMPTY: Blocks = np.zeros(0, np.int64)
 
 
 class BlockPool:
@@ -41,19 +42,21 @@ class BlockPool:
     def num_referenced(self) -> int:
         return self.num_blocks - 1 - self.num_clean - self.num_cached
 
-    def take(self, count: int) -> Blocks:
-        """`count` blocks with ref_count 1, clean ones first, then the least recently used cached ones.
+    def take(self, count: int) -> tuple[Blocks, Blocks]:
+        """(`count` blocks with ref_count 1, those of them that were cached and lose their content, which the prefix cache must forget).
 
-        Those that still have content (has_content) come last; the caller makes the prefix cache forget them.
-        The caller checks num_free before."""
+        Clean blocks go first, then the least recently used cached ones. The caller checked num_free."""
         assert count <= self.num_free
         clean = min(count, self.num_clean)
         self.num_clean -= clean
-        blocks = self._clean[self.num_clean : self.num_clean + clean][::-1].copy()
+        blocks = self._clean[self.num_clean : self.num_clean + clean].copy()
+        evicted = EMPTY
         if clean < count:
-            blocks = np.concatenate([blocks, self._pop_ring(count - clean)])
+            evicted = self._pop_ring(count - clean)
+            self.has_content[evicted] = False
+            blocks = np.concatenate([blocks, evicted])
         self.ref_count[blocks] = 1
-        return blocks
+        return blocks, evicted
 
     def touch(self, blocks: Blocks) -> None:
         """One more holder for each of `blocks` (no repeats); cached ones are revived."""

@@ -81,9 +81,7 @@ class KvManager:
         self.pool.end_holds(step)
 
     def _take(self, count: int) -> Blocks:
-        blocks = self.pool.take(count)
-        stale = blocks[self.pool.has_content[blocks]]
-        for block in stale.tolist():
+        blocks, evicted = self.pool.take(count)
+        for block in evicted.tolist():
             self.cache.forget(block)
-        self.pool.has_content[stale] = False
         return blocks

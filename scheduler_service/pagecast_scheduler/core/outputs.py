@@ -18,24 +18,39 @@ class Cohort:
     """A fixed set of sampling rows, ascending, with all of their columns that do not change from step to step.
 
     parts: per front end its slot, the positions of its rows within `rows` (None: all of them) and the packed key, sequence and
-    all-ones count columns. tenants/tenant_rows: distinct tenants and how many of the rows each has.
+    all-ones count columns. tenants/tenant_rows: distinct tenants and how many of the rows each has. span: the rows as a
+    slice if they are consecutive (slices are several times faster than index arrays), else the same as rows. flat_starts: where each
+    row begins in Rows.flat_tokens. ones: one per row.
     """
 
-    __slots__ = ("generations", "num_prompt", "parts", "rows", "tenant_rows", "tenants")
+    __slots__ = ("flat_starts", "generations", "ones", "parts", "rows", "span", "tenant_rows", "tenants")
 
     def __init__(self, state: Rows, rows: Index) -> None:
         self.rows = rows
+        dense = len(rows) > 0 and int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        self.span: Index | slice = slice(int(rows[0]), int(rows[-1]) + 1) if dense else rows
+        self.ones = np.ones(len(rows), np.int64)
+        self.flat_starts = rows * state.tokens.shape[1]
         self.generations = state.generation[rows]
-        self.num_prompt = state.num_prompt[rows]
-        self.tenants, self.tenant_rows = np.unique(state.tenant[rows], return_counts=True)
+        self.tenants, self.tenant_rows = _distinct(state.tenant[rows])
         self.parts: list[tuple[int, Index | None, bytes, bytes, bytes]] = []
         slots = state.slot[rows]
-        distinct = np.unique(slots).tolist()
+        distinct = _distinct(slots)[0].tolist()
         for slot in distinct:
             chosen = None if len(distinct) == 1 else np.flatnonzero(slots == slot)
             members = rows if chosen is None else rows[chosen]
-            ones = pack_u32(np.ones(len(members), np.uint32))
-            self.parts.append((slot, chosen, pack_u64(state.key[members]), pack_u32(state.index[members]), ones))
+            counts = pack_u32(self.ones[: len(members)])
+            self.parts.append((slot, chosen, pack_u64(state.key[members]), pack_u32(state.index[members]), counts))
+
+
+def _distinct(values: Index) -> tuple[Index, Index]:
+    """Distinct values and how often each occurs; most often there is one, which needs no sort."""
+    if len(values) and (values == values[0]).all():
+        return values[:1], np.array([len(values)], np.int64)
+    return np.unique(values, return_counts=True)
+
+
+_NO_TOKENS = (b"", b"", b"", b"", b"")
 
 
 class _Pending:
@@ -56,11 +71,10 @@ class Outputs:
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
 
-    def add_step(self, cohort: Cohort, offsets: NDArray[np.int32], tokens: Column) -> None:
+    def add_step(self, cohort: Cohort, offsets: Column, tokens: Column) -> None:
         """One new token for every row of the cohort; offsets: its output offset."""
-        packed_offsets = offsets.astype("<u4", copy=False)
         for slot, chosen, keys, sequences, counts in cohort.parts:
-            at = packed_offsets if chosen is None else packed_offsets[chosen]
+            at = offsets if chosen is None else offsets[chosen]
             new = tokens if chosen is None else tokens[chosen]
             self._of(slot).segments.append((keys, sequences, at.tobytes(), counts, new.tobytes()))
 
@@ -96,14 +110,13 @@ class Outputs:
 
 
 def _batch(step: int, pending: _Pending) -> FrontendBatch:
-    keys = sequences = offsets = counts = tokens = b""
-    if len(pending.segments) == 1:
-        keys, sequences, offsets, counts, tokens = pending.segments[0]
-    elif pending.segments:
-        keys, sequences, offsets, counts, tokens = _merge(pending.segments)
+    columns = _NO_TOKENS
+    if pending.segments:
+        columns = pending.segments[0] if len(pending.segments) == 1 else _merge(pending.segments)
+    if not (pending.finished or pending.progress or pending.logprobs):
+        return FrontendBatch(step, *columns)
     return FrontendBatch(
-        step=step, keys=keys, sequences=sequences, offsets=offsets, counts=counts, tokens=tokens,
-        finished=tuple(pending.finished), progress=tuple(pending.progress.values()), logprobs=tuple(pending.logprobs),
+        step, *columns, finished=tuple(pending.finished), progress=tuple(pending.progress.values()), logprobs=tuple(pending.logprobs)
     )  # fmt: skip
 
 

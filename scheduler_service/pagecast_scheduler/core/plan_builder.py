@@ -5,23 +5,21 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagecast_scheduler.core.request import Sequence
-from pagecast_scheduler.core.rows import Index
+from pagecast_scheduler.core.rows import EMPTY, Index
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import Admission, StepPlan
-
-_NONE = np.zeros(0, np.int64)
-
 
 @dataclass(slots=True)
 class PlanDraft:
     """What the plan being made holds so far. stepping: rows that decode, ascending. stalled: decoding rows without a block for it."""
 
     num_steps: int = 1
-    stepping: Index = field(default_factory=lambda: _NONE)
+    stepping: Index = field(default_factory=lambda: EMPTY)
     stalled: list[int] = field(default_factory=list)
     grown_rows: list[Index] = field(default_factory=list)
     grown_blocks: list[Index] = field(default_factory=list)
     chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, start, length)
+    num_prefill_tokens: int = 0
     finishing: list[int] = field(default_factory=list)  # rows whose chunk reaches the end of their known tokens
     admissions: list[Admission] = field(default_factory=list)
     touched: set[int] = field(default_factory=set)  # rows that already have a part in this plan beyond decoding: never victims
@@ -42,23 +40,22 @@ class PlanDraft:
                 self.grown_rows[at], self.grown_blocks[at] = rows[keep], self.grown_blocks[at][keep]
 
     def build(self, epoch: int, step: int, released: list[int], paused: Index, checksum: int) -> StepPlan:
-        columns = {}
-        if self.grown_rows:
-            columns["grown_rows"] = _pack_parts(self.grown_rows)
-            columns["grown_blocks"] = _pack_parts(self.grown_blocks)
+        chunk_rows = chunk_starts = chunk_lengths = sitting_out = b""
         if self.chunks:
-            table = np.array(self.chunks, np.int64)
-            columns["chunk_rows"], columns["chunk_starts"], columns["chunk_lengths"] = (pack_u32(table[:, i]) for i in range(3))
+            chunk_rows, chunk_starts, chunk_lengths = (pack_u32(column) for column in zip(*self.chunks, strict=True))
         if len(paused) or self.stalled:
-            columns["paused"] = pack_u32(np.union1d(paused, np.array(self.stalled, np.int64)))
+            sitting_out = pack_u32(np.union1d(paused, np.array(self.stalled, np.int64)))
         return StepPlan(
-            epoch=epoch, step=step, num_steps=self.num_steps, released=pack_u32(released) if released else b"",
-            admissions=tuple(self.admissions), table_checksum=checksum, **columns,
+            epoch, step, self.num_steps, pack_u32(released) if released else b"", tuple(self.admissions), _pack_parts(self.grown_rows),
+            _pack_parts(self.grown_blocks), chunk_rows, chunk_starts, chunk_lengths, sitting_out, table_checksum=checksum,
         )  # fmt: skip
 
 
 def _pack_parts(parts: list[Index]) -> bytes:
-    return pack_u32(parts[0] if len(parts) == 1 else np.concatenate(parts))
+    if not parts:
+        return b""
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return whole.astype("<u4").tobytes()
 
 
 def admission(seq: Sequence, blocks: Index, num_computed: int) -> Admission:

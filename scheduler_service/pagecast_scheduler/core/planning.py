@@ -37,12 +37,12 @@ def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
     if draft.num_steps > 1 and not _grow_for_steps(s, draft):
         draft.num_steps = 1
     if draft.num_steps == 1:
-        short = np.flatnonzero(rows.num_planned[: rows.high] > rows.capacity[: rows.high])
+        short = rows.short_of_blocks()
         if len(short) > s.kv.pool.num_free:
             _grow_scarce(s, draft, short, now)
         elif len(short):
             _grow(s, draft, short)
-    draft.stepping = s.cohort().rows
+    draft.stepping = s.rows.stepping_rows()
     if draft.stalled:
         draft.stepping = np.setdiff1d(draft.stepping, draft.stalled)
 
@@ -50,7 +50,7 @@ def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
 def _num_steps(s: State, now: int) -> int:
     if s.config.max_steps_per_plan == 1 or len(s.queue) or s.rows.prefilling or s.suspects:
         return 1
-    stepping = s.cohort().rows
+    stepping = s.rows.stepping_rows()
     if not len(stepping):
         return 1
     most = int((s.rows.max_tokens[stepping] - s.rows.num_planned[stepping]).max())
@@ -66,7 +66,7 @@ def _grow(s: State, draft: PlanDraft, rows: Index) -> None:
 def _grow_for_steps(s: State, draft: PlanDraft) -> bool:
     """Blocks for num_steps tokens per row, within each row's limit. False, and nothing done, if there are not enough."""
     rows, size = s.rows, s.config.block_size
-    stepping = s.cohort().rows
+    stepping = s.rows.stepping_rows()
     planned = rows.num_planned[stepping]
     last_fed = planned + np.minimum(draft.num_steps, rows.max_tokens[stepping] - planned) - 1
     missing = np.maximum(0, -(-(last_fed - rows.capacity[stepping]) // size))
@@ -157,6 +157,7 @@ def _add_chunk(s: State, draft: PlanDraft, row: int, start: int, length: int, no
     """The row computes [start, start + length); blocks that this fills become findable, provisionally."""
     seq, end, size = s.rows.owner(row), start + length, s.config.block_size
     draft.chunks.append((row, start, length))
+    draft.num_prefill_tokens += length
     draft.touched.add(row)
     s.rows.num_computed[row] = end
     if not seq.request.submit.bypass_prefix_cache:
@@ -280,19 +281,27 @@ def _commit(s: State, draft: PlanDraft, now: int) -> StepPlan:
     elif draft.stalled:
         rows.num_planned[stepping] += 1
     else:
-        rows.num_planned[: rows.high] += rows.stepping[: rows.high]
+        rows.advance()
     plan = draft.build(s.epoch, s.step, s.released, rows.sitting_out() if rows.num_paused else stepping[:0], checksum)
     s.released = []
-    steady = s.cohort() if not draft.finishing and not draft.stalled else None
     for row in draft.finishing:
         rows.start_decoding(row, int(s.kv.table.num_blocks[row]) * s.config.block_size)
-    cohort = steady or Cohort(rows, np.sort(np.concatenate([stepping, np.array(draft.finishing, np.int64)])))
+    # Who samples now decodes in the next step, unless a row stalls: one cohort serves both.
+    cohort = s.cohort() if not draft.stalled else Cohort(rows, np.setdiff1d(s.rows.stepping_rows(), draft.stalled))
     entering = [(row, int(rows.generation[row])) for row in draft.finishing]
-    num_prefill = sum(chunk[2] for chunk in draft.chunks)
-    s.in_flight.append(InFlight(s.step, draft.num_steps, cohort, rows.num_freed, now, entering, limits, num_prefill))
-    for row in np.flatnonzero(rows.num_planned[: rows.high] >= rows.max_tokens[: rows.high]).tolist():
-        s.detach(row)
+    s.in_flight.append(InFlight(s.step, draft.num_steps, cohort, rows.num_freed, now, entering, limits, draft.num_prefill_tokens))
+    _let_go(s)
     return plan
+
+
+def _let_go(s: State) -> None:
+    """Rows whose last token is planned leave in the next plan. Looked for only in steps in which there can be one."""
+    version, quiet_until = s.limit_check
+    if version == s.rows.version and s.step < quiet_until:
+        return
+    for row in s.rows.at_limit().tolist():
+        s.detach(row)
+    s.limit_check = (s.rows.version, 0 if s.config.max_steps_per_plan > 1 else s.step + s.rows.steps_to_limit())
 
 
 def _checksum(s: State) -> int:

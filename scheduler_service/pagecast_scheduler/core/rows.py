@@ -11,46 +11,49 @@ from numpy.typing import NDArray
 
 from pagecast_scheduler.core.request import Sequence
 
-FAR = np.iinfo(np.int32).max
+FAR = 1 << 40
 """A token count that no row reaches."""
 
 Index = NDArray[np.int64]
+EMPTY: Index = np.zeros(0, np.int64)
 
 
 class Rows:
     """Arrays [max_num_seqs], by row.
 
-    num_tokens: applied tokens (prompt and output). num_planned: tokens once every plan in flight is applied; a decoding row's KV is
+    num_tokens: applied tokens (prompt and output). num_output: the output part, as the wire has it. num_planned: tokens once every plan in flight is applied; a decoding row's KV is
     planned for num_planned - 1 of them. num_computed: planned KV of a row that still prefills. capacity: tokens its blocks hold, FAR
     for a row that does not step. stepping: 1 where the row decodes in the next step. generation: changes when the row is freed,
     so that late results find nobody.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
-        def column(dtype: type, fill: int = 0) -> NDArray[np.int64]:
-            return np.full(num_rows, fill, dtype)
+        def column(fill: int = 0) -> NDArray[np.int64]:
+            return np.full(num_rows, fill, np.int64)
 
         self.tokens: NDArray[np.uint32] = np.zeros((num_rows, max_model_len), np.uint32)
-        self.num_tokens = column(np.int32)
-        self.num_prompt = column(np.int32)
-        self.num_planned = column(np.int32)
-        self.num_computed = column(np.int32)
-        self.max_tokens = column(np.int32, FAR)
-        self.capacity = column(np.int32, FAR)
-        self.stepping = column(np.int32)
+        self.flat_tokens = self.tokens.reshape(-1)  # the same memory
+        self.num_tokens = column()
+        self.num_output = np.zeros(num_rows, np.dtype("<u4"))
+        self.num_planned = column()
+        self.num_computed = column()
+        self.max_tokens = column(FAR)
+        self.capacity = column(FAR)
+        self.stepping = column()
         self.decoding = np.zeros(num_rows, np.bool_)
         self.paused = np.zeros(num_rows, np.bool_)
-        self.generation = column(np.int64)
+        self.generation = column()
         self.key = np.zeros(num_rows, np.uint64)
         self.index = np.zeros(num_rows, np.uint32)
-        self.slot = column(np.int64)
-        self.tenant = column(np.int64)
+        self.slot = column()
+        self.tenant = column()
         self.owners: list[Sequence | None] = [None] * num_rows
         self.prefilling: list[int] = []  # rows with prompt or history left to compute, oldest admission first
         self.num_active = 0
         self.num_paused = 0
         self.num_freed = 0  # changes exactly when some generation does
         self.version = 0  # changes whenever the set of stepping rows does
+        self._stepping: tuple[int, Index] = (0, EMPTY)
         self.high = 0  # rows at and above this are free
         self._free = list(range(num_rows))  # a heap: low rows first keep the arrays dense
 
@@ -65,7 +68,7 @@ class Rows:
         count = seq.num_tokens
         self.tokens[row, :count] = seq.tokens[:count]
         self.num_tokens[row] = self.num_planned[row] = count
-        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_output[row] = count - request.num_prompt_tokens
         self.num_computed[row] = num_computed
         self.max_tokens[row] = request.max_tokens
         self.key[row], self.index[row] = request.key, seq.index
@@ -126,7 +129,28 @@ class Rows:
         return [seq for seq in self.owners[: self.high] if seq is not None]
 
     def stepping_rows(self) -> Index:
-        return np.flatnonzero(self.stepping[: self.high])
+        """Rows that decode in the next step, ascending; found anew only when they change."""
+        if self._stepping[0] != self.version:
+            self._stepping = (self.version, self.stepping[: self.high].nonzero()[0])
+        return self._stepping[1]
+
+    def short_of_blocks(self) -> Index:
+        """Stepping rows whose next token has no slot in their blocks."""
+        return (self.num_planned[: self.high] > self.capacity[: self.high]).nonzero()[0]
+
+    def advance(self) -> None:
+        """Every stepping row has one token more planned."""
+        planned = self.num_planned[: self.high]
+        np.add(planned, self.stepping[: self.high], out=planned)  # `a[:n] += b` would copy the result onto itself
+
+    def at_limit(self) -> Index:
+        """Rows whose last token is planned."""
+        return (self.num_planned[: self.high] >= self.max_tokens[: self.high]).nonzero()[0]
+
+    def steps_to_limit(self) -> int:
+        """Steps in which no stepping row can reach its limit."""
+        stepping = self.stepping_rows()
+        return int((self.max_tokens[stepping] - self.num_planned[stepping]).min()) if len(stepping) else 0
 
     def sitting_out(self) -> Index:
         """Decoding rows that are paused."""

@@ -79,6 +79,7 @@ class State:
     detached: dict[tuple[int, int], Detached] = field(default_factory=dict)
     released: list[int] = field(default_factory=list)  # rows freed since the last plan
     steady: tuple[int, Cohort] | None = None  # (Rows.version, cohort of the stepping rows)
+    limit_check: tuple[int, int] = (-1, 0)  # (Rows.version, step before which none of its stepping rows reaches its limit)
     timers: Timers = field(default_factory=Timers)
     outputs: Outputs = field(default_factory=Outputs)
     estimates: Estimates = field(default_factory=Estimates)

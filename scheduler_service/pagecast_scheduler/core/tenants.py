@@ -34,6 +34,13 @@ class Tenants:
         self._open[index] += 1
         return index
 
+    def serve(self, tenants: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """tokens[i] more for tenants[i], which are distinct."""
+        if len(tenants) == 1:
+            self.served[tenants[0]] += tokens[0]
+        else:
+            self.served[tenants] += tokens
+
     def leave(self, index: int) -> None:
         """One of its requests ended."""
         self._open[index] -= 1
