@@ -1,0 +1,64 @@
+"""`pagecast serve` as a process, for tests: started, waited for, asked about its processes, and ended."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+
+PAGECAST = [sys.executable, "-m", "pagecast.cli.main"]
+LIMIT_S = 120
+
+
+@dataclass
+class Served:
+    """A running `pagecast serve`. lines: what it has written to standard error."""
+
+    process: subprocess.Popen[str]
+    address: str
+    lines: list[str] = field(default_factory=list)
+
+    def children(self) -> dict[str, list[psutil.Process]]:
+        """Its processes by role, oldest first."""
+        found: dict[str, list[psutil.Process]] = {"frontend": [], "scheduler": [], "worker": []}
+        for child in sorted(psutil.Process(self.process.pid).children(), key=lambda process: process.create_time()):
+            words = child.cmdline()
+            if "pagecast.cli.main" in words:
+                found[words[words.index("pagecast.cli.main") + 1]].append(child)
+        return found
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal it and return its exit code, with a limit that no orderly end comes near."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=LIMIT_S)
+
+
+def pagecast(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PAGECAST, *words], capture_output=True, text=True, input=stdin, timeout=LIMIT_S)
+
+
+@contextmanager
+def serve(*words: str) -> Iterator[Served]:
+    """Serve on a free port with a short drain, and end it afterwards if the test has not."""
+    command = [*PAGECAST, "serve", "--port", "0", "--drain-announce-s", "0", "--drain-timeout-s", "2", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stderr
+    served = Served(process, "")
+    reader = threading.Thread(target=lambda: served.lines.extend(process.stderr), daemon=True)
+    reader.start()
+    try:
+        first = process.stdout.readline()  # ends with the process, if it never serves
+        assert first.startswith("serving "), "".join(served.lines)
+        served.address = first.split()[-1]
+        yield served
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(timeout=LIMIT_S)
+        reader.join(timeout=LIMIT_S)
+        process.stdout.close()
+        process.stderr.close()
