@@ -16,8 +16,10 @@ from pagecast_wire.result import PlanGap, StepResult
 from pagecast_worker.executor import Executor
 from pagecast_worker.link import Completed, FromScheduler, Link, PlanOrder, Verdict
 
-_NAP_S: Final = 20e-6
-"""Sleep between two looks while the device works; with the timer's slack about 0.08 ms, small against a step."""
+_SHORTEST_NAP_S: Final = 20e-6
+_NAP_SHARE: Final = 0.02
+"""Between two looks while the device works the loop sleeps for this share of the time waited so far: a step's result is seen at most
+so much late, and a long step does not cost a core."""
 
 _log = structlog.get_logger(__name__)
 
@@ -41,12 +43,14 @@ class Loop:
         poller = zmq.Poller()
         poller.register(self.link.socket, zmq.POLLIN)
         poller.register(self.link.wake_fd, zmq.POLLIN)
+        waiting_since = time.monotonic()
         while not self.stopping:
             if not self.in_flight:
                 poller.poll()
             elif not poller.poll(0) and not self._send_results(wait=False):
-                time.sleep(_NAP_S)
+                time.sleep(max(_SHORTEST_NAP_S, _NAP_SHARE * (time.monotonic() - waiting_since)))
                 continue
+            waiting_since = time.monotonic()
             for message in self.link.receive():
                 self._handle(message)
             self._send_results(wait=False)
