@@ -46,7 +46,7 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
     s.kv.applied(result.step)
     s.estimates.applied(record.planned_at, record.num_steps, len(tokens) + record.num_prefill_tokens, now)
     if s.alone is not None:
-        _clear_suspect(s)
+        _clear_suspect(s, now)
 
 
 def _apply_one(
@@ -59,7 +59,8 @@ def _apply_one(
     if record.limits is not None:
         usable &= record.limits > k
     if not live.all():
-        _apply_detached(s, cohort, np.flatnonzero(~live), tokens, flags, usable, logprobs, now)
+        _apply_detached(s, record.step, cohort, np.flatnonzero(~live), tokens, flags, usable, logprobs, now)
+        live = rows.generation[cohort.rows] == cohort.generations  # a bad row may have made others start over
     if logprobs:
         _emit_logprobs(s, cohort, live & usable, logprobs)
     chosen = live & usable
@@ -116,13 +117,17 @@ def _first_tokens(s: State, record: InFlight, now: int) -> None:
 
 
 def _apply_detached(
-    s: State, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, usable: NDArray[np.bool_],
+    s: State, step: int, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, usable: NDArray[np.bool_],
     logprobs: dict[int, tuple[float, bytes, bytes]], now: int,
 ) -> None:  # fmt: skip
     """Rows that are no longer who they were: last results of sequences that wait for them; anything else is stale and ignored."""
     for at in positions.tolist():
         entry = s.detached.get((int(cohort.rows[at]), int(cohort.generations[at])))
         if entry is None:
+            if flags[at] & FLAG_BAD:  # whose it was is forgotten, so everything that its step filled is suspect
+                suspect = np.array(s.kv.cache.planned_in(step), np.int64)
+                s.kv.forget(suspect)
+                _start_over(s, suspect, now)
             continue
         seq = entry.seq
         if flags[at] & FLAG_BAD:
@@ -148,27 +153,24 @@ def _append_detached(s: State, entry: Detached, token: Tokens) -> None:
 
 
 def _end_bad(s: State, seq: Sequence, now: int) -> None:
-    """The row's logits were not numbers: nothing it computed may be found again, and whoever shares such blocks starts over."""
-    shared = seq.hit_tokens // s.config.block_size
-    if seq.row >= 0:
-        blocks = s.kv.table.row(seq.row)
-    else:
-        assert seq.detached is not None
-        blocks = s.detached[seq.detached].blocks
-    own = blocks[shared:]
+    """The row's logits were not numbers: the sequence ends, and nothing that it computed itself may be found again."""
+    blocks = s.kv.table.row(seq.row) if seq.detached is None else s.detached[seq.detached].blocks
+    own = blocks[seq.hit_tokens // s.config.block_size :]
     s.kv.forget(own)
-    holders = [other for other in s.rows.running() if other is not seq and np.isin(s.kv.table.row(other.row), own).any()]
-    waiting = [e.seq for e in s.detached.values() if e.seq is not seq and np.isin(e.blocks, own).any()]
     s.finish(seq, FinishReason.NUMERIC_FAULT, now)
-    for other in holders:
-        s.kv.forget(s.kv.table.row(other.row)[_first_shared(s, other, own) :])
-        s.preempt(other, now, keep_content=False)
-    for other in waiting:
-        s.reattach(other, now)
+    _start_over(s, own, now)
 
 
-def _first_shared(s: State, seq: Sequence, own: Index) -> int:
-    return int(np.flatnonzero(np.isin(s.kv.table.row(seq.row), own))[0])
+def _start_over(s: State, bad: Index, now: int) -> None:
+    """Whoever shares one of the bad blocks computes all of it again."""
+    for seq in s.rows.running():
+        shared = np.flatnonzero(np.isin(s.kv.table.row(seq.row), bad))
+        if len(shared):
+            s.kv.forget(s.kv.table.row(seq.row)[shared[0] :])
+            s.preempt(seq, now, keep_content=False)
+    for entry in list(s.detached.values()):
+        if np.isin(entry.blocks, bad).any():
+            s.reattach(entry.seq, now)
 
 
 def _logprobs(result: StepResult) -> dict[int, tuple[float, bytes, bytes]]:
@@ -198,7 +200,7 @@ def _token_logprobs(seq: Sequence, offset: int, values: tuple[float, bytes, byte
     return TokenLogprobs(seq.request.key, seq.index, offset, values[0], values[1], values[2])
 
 
-def _clear_suspect(s: State) -> None:
+def _clear_suspect(s: State, now: int) -> None:
     """A request that ran alone past the point of the crash did not cause it."""
     request = s.alone
     assert request is not None
@@ -207,3 +209,7 @@ def _clear_suspect(s: State) -> None:
         request.num_crashes = 0
         del s.suspects[request.key]
         s.alone = None
+        if s.isolating():  # the next suspect must not wait for this one's end
+            for seq in request.sequences:
+                if seq.row >= 0:
+                    s.preempt(seq, now)

@@ -12,6 +12,7 @@ from pagecast_wire.codec import WireError, view_u32
 from pagecast_wire.intake import Priority, Rejected, RejectReason, Submit
 
 _NAMESPACE_BYTES = 32
+_MAX_SEQUENCES = 1024  # front ends set the limit that callers see; this one keeps a broken one from filling the memory
 
 
 def check(s: State, submit: Submit) -> Rejected | None:
@@ -30,7 +31,7 @@ def _malformed(s: State, submit: Submit) -> Rejected | None:
     except WireError:
         return Rejected(key, RejectReason.INVALID, "prompt")
     checks = {
-        "prompt": len(tokens) >= 1, "num_sequences": 1 <= submit.num_sequences <= s.config.max_num_seqs,
+        "prompt": len(tokens) >= 1, "num_sequences": 1 <= submit.num_sequences <= _MAX_SEQUENCES,
         "history": len(histories) in (0, submit.num_sequences), "max_output_tokens": submit.stop.max_output_tokens >= 1,
         "min_output_tokens": 0 <= submit.stop.min_output_tokens <= submit.stop.max_output_tokens,
         "priority": submit.priority in tuple(Priority), "cache_namespace": len(submit.cache_namespace) == _NAMESPACE_BYTES,

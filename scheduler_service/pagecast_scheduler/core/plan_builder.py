@@ -9,6 +9,7 @@ from pagecast_scheduler.core.rows import EMPTY, Index
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import Admission, StepPlan
 
+
 @dataclass(slots=True)
 class PlanDraft:
     """What the plan being made holds so far. stepping: rows that decode, ascending. stalled: decoding rows without a block for it."""

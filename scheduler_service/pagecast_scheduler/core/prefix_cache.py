@@ -91,8 +91,9 @@ class PrefixCache:
         del self._blocks[digest]
         self._step_of.pop(block, None)
 
-    def holds(self, block: int) -> bool:
-        return block in self._entries
+    def planned_in(self, step: int) -> list[int]:
+        """Blocks whose entries await the result of `step`."""
+        return [block for block in self._provisional.get(step, ()) if self._step_of.get(block) == step]
 
     def is_provisional(self, block: int) -> bool:
         return block in self._step_of

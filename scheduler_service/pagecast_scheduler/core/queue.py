@@ -30,6 +30,7 @@ class WaitingQueue:
         self._promotions: list[tuple[int, int, Sequence]] = []
         self._tickets = 0
         self._size = 0
+        self._num_dead = 0  # removals since the last sweep; each may have left entries behind
 
     def __len__(self) -> int:
         return self._size
@@ -48,6 +49,9 @@ class WaitingQueue:
         seq.queued = False
         seq.ticket = 0
         self._size -= 1
+        self._num_dead += 1
+        if self._num_dead > 256 + self._size:
+            self._sweep()
 
     def take(self, now: int) -> Sequence | None:
         """The sequence to admit next. It stays a member: the caller ends that with `remove`, or takes it back with `put_back`."""
@@ -91,6 +95,15 @@ class WaitingQueue:
         if seq.lane == OVERDUE or seq.resumed:
             return self._first[seq.lane], (0, request.order, seq.ticket, seq)
         return self._by_tenant[seq.lane].setdefault(request.tenant, []), (request.deadline, request.order, seq.ticket, seq)
+
+    def _sweep(self) -> None:
+        """Drop all dead entries, so that memory follows the number of members."""
+        self._num_dead = 0
+        self._promotions = [entry for entry in self._promotions if entry[2].ticket == entry[1]]
+        heapq.heapify(self._promotions)
+        for heap in [*self._first.values(), *(heap for heaps in self._by_tenant.values() for heap in heaps.values())]:
+            heap[:] = [entry for entry in heap if entry[3].ticket == entry[2]]
+            heapq.heapify(heap)
 
     def _promote(self, now: int) -> None:
         while self._promotions and self._promotions[0][0] <= now:

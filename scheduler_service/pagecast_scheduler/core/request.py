@@ -1,7 +1,7 @@
 """Cold data of requests and sequences: what the scheduler knows of them outside the arrays of running rows.
 
 A request owns one or more sequences (num_sequences). A sequence is WAITING, RUNNING or FINISHED; what a client sees of it
-(queued, prefilling, decoding, paused, recovering) is derived, see `phase_of`.
+(queued, prefilling, decoding, paused, recovering) is derived when it changes and never stored.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagecast_scheduler.core.prefix_cache import HashChain
-from pagecast_wire.intake import KEY_BITS, Phase, Submit
+from pagecast_wire.intake import KEY_BITS, Submit
 from pagecast_wire.sampling import SamplingParams
 
 NEVER = 1 << 62
@@ -73,7 +73,6 @@ class Sequence:
     status: Status = Status.WAITING
     row: int = -1
     detached: tuple[int, int] | None = None  # (row, generation) it had, while its last results are in flight
-    recovering: bool = False
     resumed: bool = False  # preempted or recovered: goes to the head of its class
     queued: bool = False
     ticket: int = 0  # number of its valid queue entry
@@ -87,7 +86,6 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
-    reported: Phase = Phase.QUEUED
 
     @property
     def num_output_tokens(self) -> int:

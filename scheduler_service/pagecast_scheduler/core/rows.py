@@ -21,10 +21,10 @@ EMPTY: Index = np.zeros(0, np.int64)
 class Rows:
     """Arrays [max_num_seqs], by row.
 
-    num_tokens: applied tokens (prompt and output). num_output: the output part, as the wire has it. num_planned: tokens once every plan in flight is applied; a decoding row's KV is
-    planned for num_planned - 1 of them. num_computed: planned KV of a row that still prefills. capacity: tokens its blocks hold, FAR
-    for a row that does not step. stepping: 1 where the row decodes in the next step. generation: changes when the row is freed,
-    so that late results find nobody.
+    num_tokens: applied tokens (prompt and output). num_output: the output part, as the wire has it. num_planned: tokens once every
+    plan in flight is applied; a decoding row's KV is planned for num_planned - 1 of them. num_computed: planned KV of a row that
+    still prefills. capacity: tokens its blocks hold, FAR for a row that does not step. stepping: 1 where the row decodes in the next
+    step. generation: changes when the row is freed, so that late results find nobody.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:

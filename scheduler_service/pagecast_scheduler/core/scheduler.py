@@ -10,6 +10,7 @@ from pagecast_scheduler.core import applying, intake, planning, recovery
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.request import Request, Sequence, Status
 from pagecast_scheduler.core.state import State
+from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import Accepted, FrontendBatch, Phase, Progress, Rejected, Submit
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import StepResult
@@ -56,9 +57,8 @@ class Scheduler:
         position = len(s.queue)
         first, *request.held = request.sequences
         s.enqueue(first, now)
-        for seq in list(request.sequences):
-            if seq.num_tokens >= request.max_tokens:  # its history was complete when the scheduler was lost
-                s.finish(seq, FinishReason.LENGTH, now)
+        for seq in request.sequences:
+            self._end_if_complete(seq, now)
         return Accepted(request.key, position)
 
     def abort(self, key: int, now: int) -> None:
@@ -85,8 +85,11 @@ class Scheduler:
         request.paused = paused
         for seq in request.sequences:
             self._pause_sequence(seq, paused, now)
-        if paused and s.alone is request:
+        if paused and s.alone is request:  # others must not wait for its client
             s.alone = None
+            for seq in request.sequences:
+                if seq.row >= 0:
+                    s.preempt(seq, now)
 
     def drop_frontend(self, slot: int, now: int) -> None:
         """A front end vanished: its requests are cancelled and nobody is told."""
@@ -141,6 +144,15 @@ class Scheduler:
             num_preemptions=totals.num_preemptions, num_recoveries=totals.num_recoveries, output_tokens=totals.output_tokens,
             prompt_tokens=totals.prompt_tokens,
         )  # fmt: skip
+
+    def _end_if_complete(self, seq: Sequence, now: int) -> None:
+        """A history may hold the whole output: the scheduler was lost before it could say so."""
+        request = seq.request
+        last = int(seq.tokens[seq.num_tokens - 1]) if seq.num_output_tokens else -1
+        if last in view_u32(request.submit.stop.stop_token_ids):
+            self.state.finish(seq, FinishReason.STOP, now, stop_token_id=last)
+        elif seq.num_tokens >= request.max_tokens:
+            self.state.finish(seq, FinishReason.LENGTH, now)
 
     def _end(self, request: Request, reason: FinishReason, now: int) -> None:
         for seq in request.sequences:

@@ -103,6 +103,10 @@ class State:
             self.steady = (self.rows.version, Cohort(self.rows, self.rows.stepping_rows()))
         return self.steady[1]
 
+    def isolating(self) -> bool:
+        """Whether suspects of having crashed the workers wait for their turn alone, so that nobody else may enter."""
+        return any(not request.paused for request in self.suspects.values())
+
     def enqueue(self, seq: Sequence, now: int) -> None:
         """Wait in the queue, or outside it while the request is paused."""
         if not seq.request.paused and not seq.queued:
@@ -201,7 +205,8 @@ class State:
             self.kv.pool.give_back(self.leave_row(seq, keep_content=reason is not FinishReason.NUMERIC_FAULT))
         elif seq.detached is not None:
             entry = self.detached.pop(seq.detached)
-            self.publish(seq, entry.blocks)
+            if reason is not FinishReason.NUMERIC_FAULT:
+                self.publish(seq, entry.blocks)
             self.kv.pool.give_back(entry.blocks)
             seq.detached = None
         elif seq.queued:
@@ -226,7 +231,8 @@ class State:
     def report(self, seq: Sequence, phase: Phase, position: int = 0) -> None:
         """Tell the front end of a change of phase, or of progress within it."""
         request = seq.request
-        seq.reported = phase
+        if any(other.status is not Status.FINISHED for other in request.sequences[: seq.index]):
+            return  # the first open sequence speaks for the request
         total = int(self.rows.num_tokens[seq.row]) if seq.row >= 0 else seq.num_tokens
         done = min(self.rows.computed(seq.row), total) if seq.row >= 0 else 0
         self.outputs.add_progress(request.slot, Progress(request.key, phase, position, done, total, seq.num_cached_tokens))

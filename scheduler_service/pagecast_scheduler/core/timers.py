@@ -10,9 +10,14 @@ class Timers:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
+        self._sweep_at = 256
 
     def add(self, request: Request) -> None:
         """Watch all of the request's limits."""
+        if len(self._heap) >= self._sweep_at:  # far limits of requests long gone must not pile up
+            self._heap = [entry for entry in self._heap if entry[2].num_open]
+            heapq.heapify(self._heap)
+            self._sweep_at = max(256, 2 * len(self._heap))
         for time in sorted({request.deadline, request.budget_end, request.queue_end}):
             if time < NEVER:
                 heapq.heappush(self._heap, (time, request.order, request))
