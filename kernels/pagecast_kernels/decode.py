@@ -17,8 +17,6 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 
-_COMBINED = tl.constexpr(8)  # parts the last program loads at once
-
 
 @dataclass(frozen=True)
 class DecodeWorkspace:
@@ -113,20 +111,20 @@ def _attend(
 @triton.jit
 def _combine(
     parts_ptr, stats_ptr, out, first_program, last_program, head_row,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Add the parts that programs first..last left of one (sequence, KV head), in that order, and write the outputs.
 
     The first program's part is its second slot, as the sequence begins in its share; the others' is their first.
-    Reads bypass L1, which does not see other processors' writes.
+    PARTS are loaded at a time. Reads bypass L1, which does not see other processors' writes.
     """
     lane = tl.arange(0, LANES)
     row = tl.arange(0, ROWS)
-    index = tl.arange(0, _COMBINED)
+    index = tl.arange(0, PARTS)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     values = tl.zeros((ROWS, LANES), tl.float32)
-    for start in range(first_program, last_program + 1, _COMBINED):
+    for start in range(first_program, last_program + 1, PARTS):
         program = start + index
         slot = 2 * program + (program == first_program).to(tl.int32)
         held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
@@ -154,6 +152,9 @@ def _paged_decode(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    # Tensor-core tiles have 16 rows or more; parts are combined in tiles of no more rows than there are.
+    OWN: tl.constexpr = triton.next_power_of_2(GROUP)
+    PARTS: tl.constexpr = max(4096 // (OWN * LANES), 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
     row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
     held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
@@ -162,7 +163,8 @@ def _paged_decode(
         if tl.load(lens_ptr + padding) == 0:
             for head in range(NUM_KV_HEADS):
                 head_row = (tl.full((), 0, tl.int64) + padding * NUM_KV_HEADS + head) * GROUP
-                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty), held)
+                nothing = tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty)
+                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], nothing, held)
 
     # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
     index = tl.arange(0, BATCH)
@@ -204,7 +206,7 @@ def _paged_decode(
                 # Every thread's stores come before the arrival, and the arrival before the last one's loads.
                 tl.debug_barrier()
                 if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, ROWS, DIM, LANES)
+                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
                     tl.store(counter, 0)
             tile += count
             if tile == begin + own * NUM_KV_HEADS:

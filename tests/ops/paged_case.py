@@ -32,7 +32,7 @@ def make(
     g = torch.Generator().manual_seed(seed)
     count = len(lens)
     needed = [-(-n // size) for n in lens]
-    width = max(needed) + 2
+    width = -(-(max(needed) + 1) // 16) * 16
     blocks = sum(needed) + 3
     order = torch.randperm(blocks, generator=g)
     caches = torch.randn((2, blocks, kv_heads, size, dim), generator=g).to(dtype)

@@ -1,0 +1,140 @@
+"""Compiles every kernel for a GPU that need not be there, by its own launcher, and reports what the compiler made of it.
+
+    PYTHONPATH=kernels python kernels/compile_check.py [--arch 90] [--only paged_decode]
+
+For each variant: warps, registers, shared memory, stack (a stack in an attention kernel is a spill). Exits 1 if one fails or spills.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from pagecast_kernels import configs, decode, elementwise, logprobs, norms, prefill, rope, sampling
+
+Variant = tuple[str, Callable[[], object]]
+
+
+class _Absent:
+    """What triton asks of a driver in order to compile, answered for a GPU of the given compute capability."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(arch: int) -> list[Any]:
+    """From here on a launch compiles and starts nothing. Returns the list that gathers the compiled kernels."""
+    driver.set_active(_Absent(arch))
+    compiled: list[Any] = []
+    launch = jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled.append(launch(self, *args, grid=grid, warmup=True, **options))
+        return compiled[-1]
+
+    jit.JITFunction.run = run
+    configs.processors = lambda device: 132
+    return compiled
+
+
+def usage(kernel: Any) -> dict[str, int]:
+    """registers, stack bytes and shared bytes of a compiled kernel, from cuobjdump as triton ships it."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", text)}
+    return {"registers": found["REG"], "stack": found["STACK"], "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+
+
+def _ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attention_variants() -> Iterator[Variant]:
+    """Head sizes, group sizes, block sizes, dtypes, window and soft-cap, as models have them."""
+    shapes = [(8, 2, 128, 16), (8, 2, 128, 64), (9, 3, 64, 16), (8, 1, 64, 32), (4, 4, 96, 16), (4, 2, 256, 16)]
+    cases: list[tuple[tuple[int, ...], torch.dtype, dict[str, float]]] = [(shape, torch.bfloat16, {}) for shape in shapes]
+    cases += [(shapes[0], torch.float16, {}), (shapes[0], torch.bfloat16, {"window": 1024}), (shapes[5], torch.bfloat16, {"softcap": 50.0})]
+    for (heads, kv_heads, dim, size), dtype, options in cases:
+        cache = torch.zeros((4, kv_heads, size, dim), dtype=dtype)
+        q, table, index = torch.zeros((2, heads, dim), dtype=dtype), _ints(2, 64), _ints(2)
+        name = f"h{dim} g{heads // kv_heads} page{size} {str(dtype)[6:]} {options or ''}"
+        args = (cache, cache, table, index)
+        yield f"paged_decode {name}", lambda q=q, args=args, o=options: decode.paged_decode(q, *args, _ints(2), 0.1, **o)
+        yield (
+            f"paged_prefill {name}",
+            lambda q=q, args=args, o=options: prefill.paged_prefill(q, *args, _ints(3), _ints(2), 0.1, max_query_len=64, **o),
+        )
+
+
+def other_variants() -> Iterator[Variant]:
+    x = torch.zeros((2, 4096), dtype=torch.bfloat16)
+    yield "rms_norm", lambda: norms.rms_norm(x, x[0], 1e-5)
+    yield "add_rms_norm", lambda: norms.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    yield "silu_mul", lambda: elementwise.silu_mul(x)
+    yield "embedding", lambda: elementwise.embedding(_ints(2), x)
+    cache = torch.zeros((4, 8, 16, 128), dtype=torch.bfloat16)
+    yield "copy_blocks", lambda: elementwise.copy_blocks(cache, cache, _ints(2), _ints(2))
+    qkv, slots = torch.zeros((2, 48 * 128), dtype=torch.bfloat16), _ints(2, dtype=torch.int64)
+    for norm in (None, x[0, :128]):
+        yield (
+            f"rope_and_write_kv{'' if norm is None else ' normed'}",
+            lambda norm=norm: rope.rope_and_write_kv(
+                qkv, torch.zeros(64, 128), _ints(2), slots, cache, cache, 32, 8, 128, norm, norm
+            ),
+        )  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float32):
+        logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
+        args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))
+        yield f"sample {str(dtype)[6:]}", lambda logits=logits, args=args: sampling.sample(logits, *args)
+        yield f"top_logprobs {str(dtype)[6:]}", lambda logits=logits: logprobs.top_logprobs(logits, _ints(2), 5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--only", default="", help="variants whose name holds this")
+    args = parser.parse_args()
+    compiled = compile_only(args.arch)
+    bad = 0
+    for name, launch in [*attention_variants(), *other_variants()]:
+        if args.only not in name:
+            continue
+        compiled.clear()
+        try:
+            launch()
+        except Exception as error:
+            bad += 1
+            print(f"{name}: FAILED {type(error).__name__}: {str(error)[:300]}")
+            continue
+        for kernel in compiled:
+            used = usage(kernel)
+            spilled = used["stack"] > 0 and "paged" in name
+            bad += spilled
+            figures = (f"{key} {value:<6}" for key, value in used.items())
+            print(f"{name:48} {kernel.metadata.name:20}", *figures, "SPILLS" if spilled else "")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""Checks every kernel on the GPU against float64, measures it beside FlashAttention 3, and tries other launches.
+
+    PYTHONPATH=kernels python kernels/gpu_check.py [--parts check,decode,prefill,mixed,sample,small] [--quick]
+
+Outputs are poisoned with NaN before each check. Launches are compiled first, in parallel, by processes that need no GPU.
+Writes gpu_check.json to $OUT where that is set.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
+
+import compile_check  # noqa: E402
+from ops import paged_case  # noqa: E402
+
+from pagecast_kernels import bench_cases, configs, decode, elementwise, logprobs, norms, prefill, reference, rope, sampling  # noqa: E402
+
+ANCHORS = Path(__file__).parent.parent / "benchmarks/anchors.json"
+SMS = 132
+DECODE = {f"{batch}x{length}": [length] * batch for batch, length in (
+    (1, 1024), (1, 4096), (1, 32768), (8, 1024), (8, 4096), (16, 32768), (64, 1024), (64, 4096), (256, 1024), (256, 4096))}  # fmt: skip
+RAGGED = {f"ragged{batch}": bench_cases.ragged(batch) for batch in (64, 256)}
+PREFILL = {"1x2048": [2048], "4x2048": [2048] * 4, "1x8192": [8192], "1x32768": [32768]}
+DECODE_LAUNCHES = [
+    configs.Decode(tile, warps, stages, per * SMS)
+    for tile, warps, stages, per in (
+        (64, 4, 3, 2), (64, 4, 2, 2), (64, 4, 4, 2), (64, 4, 5, 1), (64, 4, 3, 3), (64, 4, 2, 3), (128, 4, 2, 2), (128, 4, 3, 1),
+        (128, 8, 3, 1), (128, 8, 2, 2), (32, 4, 4, 3), (32, 4, 3, 4), (64, 2, 3, 2), (64, 2, 3, 3), (64, 8, 3, 2),
+    )
+]  # fmt: skip
+PREFILL_LAUNCHES = [
+    configs.Prefill(rows, tile, warps, stages)
+    for rows, tile, warps, stages in (
+        (128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 8, 3),
+        (128, 32, 8, 4),
+    )
+]  # fmt: skip
+CHECK_LENS = [1, 15, 16, 17, 0, 63, 64, 65, 700, 3000, 129]
+CHECK_CHUNKS = [(1, 1), (17, 17), (640, 5), (333, 333), (0, 0), (1300, 1), (1000, 400), (33, 32)]  # (seq_len, query_len)
+CHECK_SAMPLES = ((128256, 49152, 5000), (torch.bfloat16, torch.float32))
+SAMPLING = {
+    "greedy": ({"temperature": 0.0}, False), "plain": ({}, False), "greedy in a filtered batch": ({"temperature": 0.0}, True),
+    "top_k 50": ({"top_k": 50}, True), "top_k 50 top_p 0.9": ({"top_k": 50, "top_p": 0.9}, True), "top_p 0.9": ({"top_p": 0.9}, True),
+    "min_p 0.05": ({"min_p": 0.05}, True),
+}  # fmt: skip
+
+
+# --- compile ahead -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch to compile: what its kernel is specialised on, apart from the launch table's choice."""
+
+    kind: str
+    config: Any
+    count: int
+    shape: tuple[int, int, int, int] = (bench_cases.HEADS, bench_cases.KV_HEADS, bench_cases.DIM, bench_cases.BLOCK_SIZE)
+    dtype: torch.dtype = torch.bfloat16
+    options: tuple[tuple[str, float], ...] = ()
+
+
+def _launch_stand_in(job: Job) -> None:
+    """Launch with tensors that have next to nothing in them, but specialise the kernel as the real ones do."""
+    index = torch.zeros(job.count + 1, dtype=torch.int32)
+    if job.kind == "sample":
+        logits, f, i = torch.zeros((job.count, job.shape[0]), dtype=job.dtype), torch.zeros(job.count), index[:-1]
+        sampling.sample(logits, f, i, f, f, i.long(), i, i, filtered=bool(job.config))
+        return
+    heads, kv_heads, dim, size = job.shape
+    cache = torch.zeros((1, kv_heads, size, dim), dtype=job.dtype)
+    q, table = torch.zeros((job.count, heads, dim), dtype=job.dtype), torch.zeros((job.count, 16), dtype=torch.int32)
+    options: dict[str, Any] = dict(job.options)
+    if job.kind == "decode":
+        decode.paged_decode(q, cache, cache, table, index[:-1], index[:-1], dim**-0.5, config=job.config, **options)
+    else:
+        prefill.paged_prefill(
+            q, cache, cache, table, index[:-1], index, index[:-1], dim**-0.5, max_query_len=64, config=job.config, **options
+        )  # fmt: skip
+
+
+def compile_job(job: Job | None) -> str:
+    """Fill the kernel cache for one launch, or with None for all small kernels; returns a note. Runs in a process without a GPU."""
+    compiled = compile_check.compile_only(90)
+    try:
+        if job is None:
+            for _, launch in compile_check.other_variants():
+                launch()
+            return ""
+        _launch_stand_in(job)
+        used = compile_check.usage(compiled[-1])
+    except Exception as error:
+        return f"{job} {type(error).__name__}: {str(error)[:160]}"
+    return f"{job.kind} {job.config} {job.shape} spills {used}" if used["stack"] > 0 and job.kind != "sample" else ""
+
+
+def jobs(parts: set[str], quick: bool) -> list[Job | None]:
+    found: list[Job | None] = [None]
+    if "check" in parts:
+        for kind, count in (("decode", len(CHECK_LENS)), ("prefill", len(CHECK_CHUNKS))):
+            found += [Job(kind, None, count, shape, dtype, options) for shape, dtype, options in check_shapes()]
+        samples = itertools.product(*CHECK_SAMPLES, (True, False))
+        found += [Job("sample", filtered, 64, (vocab, 0, 0, 0), dtype) for vocab, dtype, filtered in samples]
+    if parts & {"check", "decode"}:
+        found += [Job("decode", c, len(lens)) for c in [None, *decode_launches(quick)] for lens in (DECODE | RAGGED).values()]
+    if parts & {"check", "prefill", "mixed"}:
+        found += [Job("prefill", c, len(lens)) for c in [None, *prefill_launches(quick)] for lens in PREFILL.values()]
+    if "sample" in parts:
+        found += [Job("sample", filtered, batch, (128256, 0, 0, 0)) for batch in (256, 1) for filtered in (True, False)]
+    return list(dict.fromkeys(found))
+
+
+def compile_ahead(parts: set[str], quick: bool) -> None:
+    todo, begin = jobs(parts, quick), time.perf_counter()
+    with ProcessPoolExecutor(min(15, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")) as pool:
+        notes = sorted({note for note in pool.map(compile_job, todo) if note})
+    print(f"compiled {len(todo)} launches ahead in {time.perf_counter() - begin:.0f} s", *notes, sep="\n  ", flush=True)
+
+
+def decode_launches(quick: bool) -> list[configs.Decode]:
+    return DECODE_LAUNCHES[:1] if quick else DECODE_LAUNCHES
+
+
+def prefill_launches(quick: bool) -> list[configs.Prefill]:
+    return PREFILL_LAUNCHES[:1] if quick else PREFILL_LAUNCHES
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_shapes() -> Iterator[tuple[tuple[int, int, int, int], torch.dtype, tuple[tuple[str, float], ...]]]:
+    """(heads, KV heads, head size, block size), dtype, options."""
+    shapes = [(32, 8, 128, 16), (8, 8, 64, 16), (9, 3, 64, 32), (8, 1, 128, 64), (8, 2, 96, 16), (4, 2, 256, 16), (8, 2, 128, 128)]
+    for shape in shapes:
+        yield shape, torch.bfloat16, ()
+    for options in ((), (("window", 100),), (("softcap", 20.0),)):
+        yield shapes[0], torch.float16, options
+
+
+def check_decode() -> Iterator[tuple[str, float]]:
+    for (heads, kv_heads, dim, size), dtype, options in check_shapes():
+        case = paged_case.make(dim + heads, CHECK_LENS, [1] * len(CHECK_LENS), heads, kv_heads, dim, size, dtype, "cuda")
+        exact = case.to(torch.float64)
+        tables = (case.block_table, case.rows, case.seq_lens, dim**-0.5)
+        out = torch.full_like(case.q, float("nan"))
+        decode.paged_decode(case.q, case.k_cache, case.v_cache, *tables, out=out, **dict(options))
+        want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, **dict(options))
+        yield f"decode {heads}/{kv_heads} d{dim} page{size} {dtype} {options}", paged_case.relative_error(out, want)
+
+
+def check_prefill() -> Iterator[tuple[str, float]]:
+    lens, query_lens = [list(x) for x in zip(*CHECK_CHUNKS)]
+    for (heads, kv_heads, dim, size), dtype, options in check_shapes():
+        case = paged_case.make(dim + heads, lens, query_lens, heads, kv_heads, dim, size, dtype, "cuda")
+        exact = case.to(torch.float64)
+        tables = (case.block_table, case.rows, case.starts, case.seq_lens, dim**-0.5)
+        out = torch.full_like(case.q, float("nan"))
+        prefill.paged_prefill(case.q, case.k_cache, case.v_cache, *tables, max_query_len=400, out=out, **dict(options))
+        want = reference.paged_prefill(exact.q, exact.k_cache, exact.v_cache, *tables, max_query_len=400, **dict(options))
+        yield f"prefill {heads}/{kv_heads} d{dim} page{size} {dtype} {options}", paged_case.relative_error(out, want)
+
+
+def check_launches(quick: bool) -> Iterator[tuple[str, float]]:
+    """Every candidate launch computes the same function."""
+    lens = [900, 1, 0, 64, *range(300, 360)]
+    case = paged_case.make(4, lens, [1] * 64, 32, 8, 128, 16, torch.bfloat16, "cuda")
+    exact = case.to(torch.float64)
+    tables = (case.block_table, case.rows, case.seq_lens, 0.09)
+    want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables)
+    for config in decode_launches(quick):
+        for _ in range(2):
+            out = torch.full_like(case.q, float("nan"))
+            decode.paged_decode(case.q, case.k_cache, case.v_cache, *tables, out=out, config=config)
+            yield f"decode {config}", paged_case.relative_error(out, want)
+    lens, query_lens = [900, 5, 64, 333], [900, 1, 64, 100]
+    case = paged_case.make(4, lens, query_lens, 32, 8, 128, 16, torch.bfloat16, "cuda")
+    exact = case.to(torch.float64)
+    tables = (case.block_table, case.rows, case.starts, case.seq_lens, 0.09)
+    want = reference.paged_prefill(exact.q, exact.k_cache, exact.v_cache, *tables, max_query_len=900)
+    for config in prefill_launches(quick):
+        out = torch.full_like(case.q, float("nan"))
+        prefill.paged_prefill(case.q, case.k_cache, case.v_cache, *tables, max_query_len=900, out=out, config=config)
+        yield f"prefill {config}", paged_case.relative_error(out, want)
+
+
+def check_small() -> Iterator[tuple[str, float]]:
+    x = torch.randn(300, 4096, device="cuda").bfloat16()
+    residual, weight = torch.randn_like(x), torch.randn(4096, device="cuda").bfloat16()
+    nan = lambda *shape: torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    yield "rms_norm", paged_case.relative_error(norms.rms_norm(x, weight, 1e-5, nan(300, 4096)), reference.rms_norm(x.double(), weight, 1e-5))
+    total = residual.double()
+    want = reference.add_rms_norm(x.double(), total, weight, 1e-5)
+    yield "add_rms_norm", paged_case.relative_error(norms.add_rms_norm(x, residual, weight, 1e-5, nan(300, 4096)), want)
+    yield "add_rms_norm residual", paged_case.relative_error(residual, total)
+    yield "silu_mul", paged_case.relative_error(elementwise.silu_mul(x, nan(300, 2048)), reference.silu_mul(x.double()))
+    ids = torch.randint(0, 300, (500,), device="cuda")
+    yield "embedding", paged_case.relative_error(elementwise.embedding(ids, x, out=nan(500, 4096)), x[ids])
+    for heads, kv_heads, dim, norm in ((32, 8, 128, False), (9, 3, 64, False), (16, 8, 128, True), (8, 8, 96, True)):
+        qkv = torch.randn(77, (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
+        angle = torch.randn(512, dim // 2, device="cuda")
+        cos_sin, positions = torch.cat((angle.cos(), angle.sin()), 1), torch.randint(0, 512, (77,), device="cuda").int()
+        slots = torch.randperm(160, device="cuda")[:77]
+        slots[5] = -1
+        weights = (weight[:dim], weight[dim : 2 * dim]) if norm else (None, None)
+        caches = [torch.zeros(10, kv_heads, 16, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        exact = [c.double() for c in caches]
+        got = rope.rope_and_write_kv(qkv, cos_sin, positions, slots, *caches, heads, kv_heads, dim, *weights, out_q=nan(77, heads, dim))
+        want = reference.rope_and_write_kv(qkv.double(), cos_sin, positions, slots, *exact, heads, kv_heads, dim, *weights)
+        pairs = ((got, want), (caches[0], exact[0]), (caches[1], exact[1]))
+        yield f"rope_and_write_kv {heads}/{kv_heads} d{dim} norm {norm}", max(paged_case.relative_error(a, b) for a, b in pairs)
+
+
+def check_sampling() -> Iterator[tuple[str, float]]:
+    """The share of rows that differ from the twin; rounding at the nucleus' edge, and of logarithms, may move one in hundreds."""
+    batch = 64
+    index = torch.arange(batch, dtype=torch.int32, device="cuda")
+    for vocab, dtype in itertools.product(*CHECK_SAMPLES):
+        logits = (torch.randn(batch, vocab, device="cuda") * 2).to(dtype)
+        for name, (limits, _) in SAMPLING.items():
+            full = lambda key, value, kind, limits=limits: torch.full((batch,), limits.get(key, value), dtype=kind, device="cuda")
+            columns = [full("temperature", 1.0, torch.float32), full("top_k", 0, torch.int32), full("top_p", 1.0, torch.float32)]
+            args = (logits, *columns, full("min_p", 0.0, torch.float32), index.long() * 987654321987, index, index)
+            got = sampling.sample(*args, out=torch.full_like(index, -7))
+            yield f"sample {name} {vocab} {dtype}", float((got != reference.sample(*args)).float().mean())
+    got, want = logprobs.top_logprobs(logits, index, 5), reference.top_logprobs(logits, index, 5)
+    yield "top_logprobs", max(paged_case.relative_error(a, b) for a, b in zip(got, want))
+
+
+def check(quick: bool) -> int:
+    """Print the worst cases; returns how many are wrong."""
+    worst: dict[str, tuple[float, str]] = {}
+    wrong, count = 0, 0
+    for source, limit in (
+        (check_decode(), 8e-3), (check_prefill(), 8e-3), (check_launches(quick), 8e-3), (check_small(), 6e-3), (check_sampling(), 0.04),
+    ):  # fmt: skip
+        for name, error in source:
+            count += 1
+            if not error <= limit:
+                wrong += 1
+                print(f"WRONG {name}: {error:.3g}", flush=True)
+            worst[name.split()[0]] = max(worst.get(name.split()[0], (0.0, "")), (error, name))
+    print(f"{count} checks, {wrong} wrong; worst:", *(f"{error:.2e} {name}" for error, name in worst.values()), sep="\n  ", flush=True)
+    return wrong
+
+
+# --- speed -------------------------------------------------------------------------------------------------------------------------
+
+
+def peers(case: bench_cases.Attention, pool: bench_cases.Pool) -> dict[str, list[bench_cases.Launch]]:
+    """FlashAttention 3, where it is installed, with and without a launch plan made beforehand."""
+    found = {}
+    for name, split in (("fa3", False), ("fa3_planned", True)):
+        try:
+            launches = case.flash3(pool, split)
+            launches[0]()
+            torch.cuda.synchronize()
+            found[name] = launches
+        except Exception as error:
+            print(f"  no {name}: {type(error).__name__} {str(error)[:100]}", flush=True)
+    return found
+
+
+def measure_attention(
+    name: str, case: bench_cases.Attention, pool: bench_cases.Pool, anchors: dict[str, float], launches: list[Any],
+    ours: Callable[[Any], list[bench_cases.Launch]],
+) -> dict[str, Any]:  # fmt: skip
+    timed = bench_cases.alternate({"ours": ours(None)} | peers(case, pool))
+    tried = {}
+    for config in launches:
+        try:
+            tried[config] = bench_cases.graph_us(ours(config), 1000.0, 3)
+        except Exception as error:
+            print(f"  {config}: {type(error).__name__} {str(error)[:80]}", flush=True)
+    peer = {key: value for key, value in timed.items() if key != "ours"}
+    if anchors:
+        peer |= {"anchor_fa3": anchors["fa3"]}
+    row = bench_cases.as_row(name, timed["ours"], case, peer)
+    best = min(tried, key=tried.__getitem__) if tried else None
+    row |= {"peers_us": peer, "tried": {str(k): round(v, 2) for k, v in tried.items()}, "best_us": tried.get(best), "best": str(best)}
+    short = {k: v for k, v in row.items() if k not in ("tried", "peers_us")}
+    print(f"{name:12}", *(f"{k} {v}" for k, v in short.items() if k != "name"), {k: round(v, 1) for k, v in peer.items()}, flush=True)
+    print("    ", *("/".join(str(x) for x in vars(k).values()) + f"={v:.1f}" for k, v in sorted(tried.items(), key=lambda i: i[1])), flush=True)
+    return row
+
+
+def measure_small() -> Iterator[dict[str, Any]]:
+    """Norms, activation, rotary embedding and gather, at one row and at many."""
+    for tokens in (1, 256, 8192):
+        sets = max(min((256 << 20) // (tokens * 28672 * 2), 40), 1)
+        x = [torch.randn(tokens, 4096, device="cuda").bfloat16() for _ in range(sets)]
+        gate_up = [torch.randn(tokens, 28672, device="cuda").bfloat16() for _ in range(sets)]
+        qkv = [torch.randn(tokens, 6144, device="cuda").bfloat16() for _ in range(sets)]
+        weight, residual = x[0][0].clone(), torch.zeros(tokens, 4096, device="cuda").bfloat16()
+        out, out_i = torch.empty_like(residual), torch.empty(tokens, 14336, device="cuda").bfloat16()
+        cache = torch.zeros(tokens // 16 + 1, 8, 16, 128, device="cuda").bfloat16()
+        slots, positions = torch.arange(tokens, device="cuda"), torch.arange(tokens, device="cuda").int()
+        cos_sin, q = torch.randn(8192, 128, device="cuda"), torch.empty(tokens, 32, 128, device="cuda").bfloat16()
+        cases = {
+            "rms_norm": ([lambda x=x: norms.rms_norm(x, weight, 1e-5, out) for x in x], 2 * 4096),
+            "add_rms_norm": ([lambda x=x: norms.add_rms_norm(x, residual, weight, 1e-5, out) for x in x], 4 * 4096),
+            "silu_mul": ([lambda x=x: elementwise.silu_mul(x, out_i) for x in gate_up], 28672 + 14336),
+            "rope_and_write_kv": (
+                [lambda x=x: rope.rope_and_write_kv(x, cos_sin, positions, slots, cache, cache, 32, 8, 128, out_q=q) for x in qkv], 2 * 6144,
+            ),
+        }  # fmt: skip
+        for name, (launches, elements) in cases.items():
+            us = bench_cases.graph_us(launches, 500.0, 3)
+            yield {"name": f"{name} {tokens}", "us": round(us, 2), "tb_s": round(tokens * elements * 2 / us / 1e6, 3)}
+
+
+def measure_mixed(pool: bench_cases.Pool, anchor: float) -> dict[str, Any]:
+    """64 decodes at 1,024 tokens and one prompt of 2,048, as two launches."""
+    decodes, prompt = bench_cases.attention(pool, [1024] * 64), bench_cases.attention(pool, [2048])
+    first, second = decodes.decode(pool), prompt.prefill(pool)
+    both = [lambda a=a, b=b: (a(), b()) for a, b in zip(first, itertools.cycle(second))]
+    case = bench_cases.attention(pool, [1024] * 64 + [2048], [1] * 64 + [2048])
+    timed = bench_cases.alternate({"ours": both} | peers(case, pool))
+    return bench_cases.as_row("mixed", timed["ours"], case, {k: v for k, v in timed.items() if k != "ours"} | {"anchor_fa3": anchor})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default="check,decode,prefill,mixed,sample,small")
+    parser.add_argument("--quick", action="store_true", help="only the launch table's own choices")
+    args = parser.parse_args()
+    parts, begin = set(args.parts.split(",")), time.perf_counter()
+    compile_ahead(parts, args.quick)
+    anchors = json.loads(ANCHORS.read_text())["kernels_us"]
+    rows: list[dict[str, Any]] = []
+    wrong = check(args.quick) if "check" in parts else 0
+    print(f"[{time.perf_counter() - begin:.0f} s]", flush=True)
+    pool = bench_cases.Pool.make(66_000) if parts & {"decode", "prefill", "mixed"} else None
+    if "decode" in parts:
+        for name, lens in (DECODE | RAGGED).items():
+            case = bench_cases.attention(pool, lens)
+            work = decode.decode_workspace(len(lens), 32, 8, 128, "cuda")
+            ours = lambda config, case=case, work=work: case.decode(pool, config, work)
+            rows.append(measure_attention(name, case, pool, anchors["decode"].get(name, {}), decode_launches(args.quick), ours))
+    print(f"[{time.perf_counter() - begin:.0f} s]", flush=True)
+    if "prefill" in parts:
+        for name, lens in PREFILL.items():
+            case = bench_cases.attention(pool, lens, lens)
+            ours = lambda config, case=case: case.prefill(pool, config)
+            rows.append(measure_attention("prefill " + name, case, pool, anchors["prefill"][name], prefill_launches(args.quick), ours))
+    if "mixed" in parts:
+        rows.append(measure_mixed(pool, anchors["mixed_64x1024_plus_2048"]["fa3"]))
+        print(rows[-1], flush=True)
+    print(f"[{time.perf_counter() - begin:.0f} s]", flush=True)
+    if "sample" in parts:
+        for batch, (name, (limits, filtered)) in itertools.product((256, 1), SAMPLING.items()):
+            us = bench_cases.graph_us(bench_cases.sampling_launches(batch, 128256, limits, filtered), 1000.0, 3)
+            rows.append({"name": f"sample {batch}x128256 {name}", "us": round(us, 1)})
+            print(rows[-1], flush=True)
+    if "small" in parts:
+        for row in measure_small():
+            rows.append(row)
+            print(row, flush=True)
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], "gpu_check.json").write_text(json.dumps(rows, indent=1))
+    print(f"total {time.perf_counter() - begin:.0f} s; {wrong} checks wrong", flush=True)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

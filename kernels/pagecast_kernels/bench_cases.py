@@ -1,0 +1,192 @@
+"""What `pagecast bench kernels` and kernels/gpu_check.py measure: inputs of each operator, and a stopwatch over CUDA graphs.
+
+A case is a list of launches over different inputs, together larger than the L2 cache, so that none finds its data there.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_kernels import configs, decode, prefill, sampling
+
+HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
+ROTATE_BYTES = 256 << 20
+READ_TB_S, BF16_TFLOP_S = 4.55, 790.0  # ceilings measured on an H200
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A KV pool shared by all attention cases, and an order in which to hand out its blocks."""
+
+    k: Tensor
+    v: Tensor
+    order: Tensor
+
+    @staticmethod
+    def make(blocks: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> "Pool":
+        """`blocks` blocks of random KV, none of them zeros, which would flatter the chip."""
+        shape = (blocks, KV_HEADS, BLOCK_SIZE, DIM)
+        k, v = (torch.empty(shape, dtype=dtype, device=device).normal_() for _ in range(2))
+        return Pool(k, v, torch.randperm(blocks, device=device).to(torch.int32))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Sequences of lens tokens with their last query_lens as queries, in as many sets as the rotation needs."""
+
+    q: list[Tensor]
+    tables: list[Tensor]
+    rows: Tensor
+    starts: Tensor
+    lens: Tensor
+    longest: int
+    kv_bytes: int
+    flops: int
+
+    def decode(self, pool: Pool, config: configs.Decode | None = None, workspace: decode.DecodeWorkspace | None = None) -> list[Launch]:
+        """Launches of paged_decode."""
+        outs = [torch.empty_like(q) for q in self.q]
+        work = workspace or decode.decode_workspace(len(self.lens), HEADS, KV_HEADS, DIM, pool.k.device)
+        return [
+            lambda q=q, t=t, out=out: decode.paged_decode(
+                q, pool.k, pool.v, t, self.rows, self.lens, DIM**-0.5, workspace=work, out=out, config=config
+            )
+            for q, t, out in zip(self.q, self.tables, outs)
+        ]  # fmt: skip
+
+    def prefill(self, pool: Pool, config: configs.Prefill | None = None) -> list[Launch]:
+        """Launches of paged_prefill."""
+        outs = [torch.empty_like(q) for q in self.q]
+        return [
+            lambda q=q, t=t, out=out: prefill.paged_prefill(
+                q, pool.k, pool.v, t, self.rows, self.starts, self.lens, DIM**-0.5, max_query_len=self.longest, out=out, config=config
+            )
+            for q, t, out in zip(self.q, self.tables, outs)
+        ]  # fmt: skip
+
+    def flash3(self, pool: Pool, split: bool) -> list[Launch]:
+        """The same through FlashAttention 3 as vLLM packs it. Raises ImportError where it is not installed.
+
+        split: with the launch plan made before, as vLLM does once per step.
+        """
+        from vllm.vllm_flash_attn import flash_attn_interface as fa3
+
+        k, v = (cache.view(-1, BLOCK_SIZE, KV_HEADS, DIM) for cache in (pool.k, pool.v))
+        longest = int(self.lens.max())
+        plan = None
+        if split:
+            plan = fa3.get_scheduler_metadata(
+                len(self.lens), self.longest, longest, HEADS, KV_HEADS, DIM, self.lens, cu_seqlens_q=self.starts,
+                page_size=BLOCK_SIZE, causal=True,
+            )  # fmt: skip
+        outs = [torch.empty_like(q) for q in self.q]
+        return [
+            lambda q=q, t=t, out=out: fa3.flash_attn_varlen_func(
+                q, k, v, self.longest, self.starts, longest, seqused_k=self.lens, softmax_scale=DIM**-0.5, causal=True, block_table=t,
+                out=out, scheduler_metadata=plan, fa_version=3,
+            )
+            for q, t, out in zip(self.q, self.tables, outs)
+        ]  # fmt: skip
+
+
+def attention(pool: Pool, lens: list[int], query_lens: list[int] | None = None) -> Attention:
+    """A case over the pool's blocks; query_lens defaults to one per sequence."""
+    query_lens = query_lens or [1] * len(lens)
+    device, dtype = pool.k.device, pool.k.dtype
+    needed = [-(-n // BLOCK_SIZE) for n in lens]
+    kv_bytes = sum(lens) * KV_HEADS * DIM * 2 * dtype.itemsize
+    total = sum(needed)
+    sets = max(min(-(-ROTATE_BYTES // kv_bytes), len(pool.order) // total, 64), 1)
+    tables, width = [], -(-max(needed) // 16) * 16
+    lengths = torch.tensor(needed, device=device).unsqueeze(1)
+    place = torch.arange(width, device=device).unsqueeze(0)
+    start = (lengths.cumsum(0) - lengths) + place
+    for i in range(sets):
+        own = pool.order[i * total : (i + 1) * total]
+        tables.append(own[start.clamp(max=total - 1)].where(place < lengths, 0).contiguous())
+    tokens = sum(query_lens)
+    q = [torch.randn((tokens, HEADS, DIM), dtype=dtype, device=device) for _ in range(sets)]
+    pairs = sum(n * c + n * (n + 1) // 2 for n, c in ((n, s - n) for s, n in zip(lens, query_lens)))
+    return Attention(
+        q, tables, torch.arange(len(lens), dtype=torch.int32, device=device),
+        torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device), max(query_lens), kv_bytes, 4 * pairs * HEADS * DIM,
+    )  # fmt: skip
+
+
+def ragged(count: int, mean: float = 1024.0, sigma: float = 0.8, seed: int = 0) -> list[int]:
+    """Log-normal lengths with the given mean, as chats have."""
+    g = torch.Generator().manual_seed(seed)
+    normal = torch.randn(count, generator=g)
+    return [max(int(n), 1) for n in torch.exp(normal * sigma + math.log(mean) - sigma**2 / 2).tolist()]
+
+
+def sampling_launches(batch: int, vocab: int, limits: dict[str, float], filtered: bool, device: str = "cuda") -> list[Launch]:
+    """Launches of `sample` over logits of a network's spread; limits as in reference.sample."""
+    sets = max(min(-(-ROTATE_BYTES // (batch * vocab * 2)), 8), 1)
+    logits = [(torch.randn((batch, vocab), device=device) * 2).to(torch.bfloat16) for _ in range(sets)]
+    index = torch.arange(batch, dtype=torch.int32, device=device)
+    columns = [
+        torch.full((batch,), limits.get(name, default), dtype=dtype, device=device)
+        for name, default, dtype in (
+            ("temperature", 1.0, torch.float32), ("top_k", 0, torch.int32), ("top_p", 1.0, torch.float32), ("min_p", 0.0, torch.float32),
+        )
+    ]  # fmt: skip
+    work, out = sampling.sample_workspace(batch, device), torch.empty(batch, dtype=torch.int32, device=device)
+    seeds = index.long() * 77777
+    return [
+        lambda x=x: sampling.sample(x, *columns, seeds, index, index, out=out, workspace=work, filtered=filtered) for x in logits
+    ]
+
+
+def graph_us(launches: list[Launch], least_us: float = 1500.0, repeats: int = 5) -> float:
+    """Median microseconds a launch takes in a CUDA graph that goes through all of them in turn."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for launch in launches:
+            launch()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for launch in launches[:4]:
+            launch()
+        end.record()
+    torch.cuda.synchronize()
+    once = max(begin.elapsed_time(end) * 1e3 / len(launches[:4]), 2.0)
+    rounds = max(min(int(least_us / once), 100) // len(launches), 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+    taken = []
+    for _ in range(repeats + 1):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e3 / (rounds * len(launches)))
+    return statistics.median(taken[1:])
+
+
+def alternate(cases: dict[str, list[Launch]], rounds: int = 2) -> dict[str, float]:
+    """Median microseconds of each of several cases, measured in turn (A-B-A-B)."""
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, launches in cases.items():
+            taken[name].append(graph_us(launches))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def as_row(name: str, us: float, case: Attention | None, peer_us: dict[str, float]) -> dict[str, Any]:
+    """A result as it is printed and kept: TB/s of KV, TFLOP/s, and peers' time over ours (more than 1: we are faster)."""
+    row: dict[str, Any] = {"name": name, "us": round(us, 2)}
+    if case is not None:
+        row["tb_s"] = round(case.kv_bytes / us / 1e6, 3)
+        row["tflop_s"] = round(case.flops / us / 1e6, 1)
+    return row | {f"{peer}_ratio": round(time / us, 3) for peer, time in peer_us.items()}
