@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from sim.oracle import Violation
-from sim.streams import Open, Streams
+from sim.streams import Streams
 
 from pagecast_scheduler.core import invariants, planning, policy
 from pagecast_scheduler.core.config import SchedulerConfig
@@ -184,9 +184,7 @@ def check_bounds(scheduler: Scheduler, config: SchedulerConfig) -> None:
 
 def check_limits(streams: Streams, now: int) -> None:
     """Called after an attempt to plan: whatever has run out by now must have ended."""
-    for request in streams.requests.values():
-        if request.ended:
-            continue
+    for request in streams.open.values():
         plan, elapsed = request.plan, now - request.arrival - 1000 * request.brought_back  # it came back with whole milliseconds
         limits = [limit for limit in (plan.deadline_ms, plan.time_budget_ms) if limit >= 0]
         if any(limit * 1000 <= elapsed for limit in limits):
@@ -196,9 +194,8 @@ def check_limits(streams: Streams, now: int) -> None:
 def check_idle(scheduler: Scheduler, streams: Streams) -> None:
     """At the end nobody runs, waits or holds a block (I1), and every stream has ended (I3)."""
     stats = scheduler.stats()
-    left: list[Open] = [request for request in streams.requests.values() if not request.ended]
-    if left or stats.num_running or stats.num_waiting or stats.num_blocks_referenced:
+    if streams.open or stats.num_running or stats.num_waiting or stats.num_blocks_referenced:
         raise Violation(
-            f"idle, but {len(left)} streams are open, {stats.num_running} run, {stats.num_waiting} wait, "
+            f"idle, but {len(streams.open)} streams are open, {stats.num_running} run, {stats.num_waiting} wait, "
             f"{stats.num_blocks_referenced} blocks are referenced"
         )

@@ -89,8 +89,7 @@ class Clients:
         self.gone_slots: set[int] = set()
 
     def find_open(self, key: int) -> Open | None:
-        request = self._streams.requests.get(key)
-        return request if request is not None and not request.ended else None
+        return self._streams.open.get(key)
 
     def arrive(self, plan: RequestPlan, now: int) -> bool:
         """Submit; True if accepted."""
@@ -166,7 +165,7 @@ class Clients:
             if output.stop_keep >= 0 and output.reason is None:
                 output.reason = FinishReason.STOP
         if request.ended:
-            self._streams.num_open -= 1
+            self._streams.end_locally(request, FinishReason.STOP)
             return
         request.brought_back = True
         request.num_recoveries = 0

@@ -46,13 +46,12 @@ class Streams:
 
     def __init__(self, max_model_len: int, max_recoveries: int) -> None:
         self.requests: dict[int, Open] = {}
-        self.num_open = 0
+        self.open: dict[int, Open] = {}  # those that have not ended
         self._max_model_len, self._max_recoveries = max_model_len, max_recoveries
         self._expected: dict[tuple[int, int], Stream] = {}
 
     def accept(self, plan: RequestPlan, now: int) -> None:
-        self.requests[plan.key] = Open(plan, now, [Output() for _ in range(plan.num_sequences)])
-        self.num_open += 1
+        self.requests[plan.key] = self.open[plan.key] = Open(plan, now, [Output() for _ in range(plan.num_sequences)])
 
     def expected(self, plan: RequestPlan, sequence: int) -> Stream:
         """The naive reference for one sequence."""
@@ -69,10 +68,9 @@ class Streams:
 
     def end_locally(self, request: Open, reason: FinishReason) -> None:
         """The front end ends what is still open by itself (its own cancel, or it is gone)."""
-        if not request.ended:
-            self.num_open -= 1
         for output in request.outputs:
             output.reason = output.reason or reason
+        self.open.pop(request.plan.key, None)
 
     def on_batch(self, slot: int, batch: FrontendBatch, now: int) -> None:
         columns = view_u64(batch.keys).tolist(), view_u32(batch.sequences).tolist(), view_u32(batch.offsets).tolist()
@@ -126,7 +124,7 @@ class Streams:
             raise Violation(f"{where}: {problem}")
         output.reason = FinishReason(finished.reason)
         if request.ended:
-            self.num_open -= 1
+            del self.open[finished.key]
 
     def _problem(self, request: Open, finished: Finished, output: Output, now: int) -> str:
         """Why this end cannot be true, or an empty text."""

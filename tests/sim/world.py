@@ -115,7 +115,7 @@ class World:
 
     def _done(self) -> bool:
         arrived = self.num_arrived == len(self.scenario.requests)
-        return arrived and not self.streams.num_open and not self.sender.unanswered and self.group_up and not self.audit.held
+        return arrived and not self.streams.open and not self.sender.unanswered and self.group_up and not self.audit.held
 
     def _turn(self) -> None:
         """Plan as far as possible, hand out what was learnt, check every law, set the alarm."""
@@ -141,19 +141,21 @@ class World:
             self.at(self._wake_at, self._turn)
 
     def _take_batches(self) -> None:
+        batches = self.port.core.take_batches()
+        if not batches:
+            return
         seen: set[int] = set()
-        for slot, batch in self.port.core.take_batches():
+        for slot, batch in batches:
             if slot in seen:
                 raise Violation(f"front end {slot} got two batches at once")
             seen.add(slot)
             if slot not in self.clients.gone_slots:
                 self.trace.append(("batch", self.now, batch))
                 self.streams.on_batch(slot, batch, self.now)
-        for request in self.streams.requests.values():
-            if not request.ended:
-                delay = self.clients.react(request, self.now)
-                if delay is not None:
-                    self.after(delay, self._ask, "cancel", request.plan.key)
+        for request in list(self.streams.open.values()):
+            delay = self.clients.react(request, self.now)
+            if delay is not None:
+                self.after(delay, self._ask, "cancel", request.plan.key)
 
     # Clients -----------------------------------------------------------------------------------------------------------
 
@@ -296,7 +298,7 @@ class World:
         self.port.create(self.audit.epoch + 1, self.now)
         self._wake_at = -1
         self._open_epoch()
-        again = [request for request in self.streams.requests.values() if not request.ended]
+        again = list(self.streams.open.values())
         self.random.shuffle(again)
         for request in again:
             self.clients.bring_back(request, self.now)
