@@ -29,6 +29,7 @@ class Rig:
     scheduler: FakeScheduler
     channel: grpc.aio.Channel
     config: FrontendConfig
+    is_ended: bool = False
 
     @property
     def generation(self) -> Any:
@@ -54,11 +55,19 @@ async def start_rig(run_dir: Path, **changes: Any) -> Rig:
     return Rig(run_dir, frontend, scheduler, grpc.aio.insecure_channel(frontend.address), config)
 
 
+async def end_frontend(rig: Rig) -> None:
+    """Stops the front end without a drain, once."""
+    if not rig.is_ended:
+        rig.is_ended = True
+        rig.frontend.end()
+        rig.frontend.end()
+        await rig.frontend.run_until_stopped()
+
+
 async def stop_rig(rig: Rig) -> None:
+    """Takes everything down."""
     await rig.channel.close()
-    rig.frontend.end()
-    rig.frontend.end()
-    await rig.frontend.run_until_stopped()
+    await end_frontend(rig)
     await rig.scheduler.close()
 
 

