@@ -56,7 +56,9 @@ def _completed(text: str, before: int, stops: Sequence[str]) -> tuple[int, str] 
     return (min(ends)[0], min(ends)[2]) if ends else None
 
 
-def run(tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], stops: Sequence[str] = (), min_tokens: int = 0) -> tuple[list[str], Detokenizer]:
+def run(
+    tokenizer: Tokenizer, pieces: Sequence[Sequence[int]], stops: Sequence[str] = (), min_tokens: int = 0
+) -> tuple[list[str], Detokenizer]:
     detokenizer = Detokenizer(tokenizer, stops, min_tokens)
     shown = [detokenizer.push(piece) for piece in pieces]
     return [*shown, detokenizer.flush()], detokenizer
@@ -111,7 +113,14 @@ def test_overlapping_candidates_fall_back_to_the_right_length() -> None:
     assert ("".join(shown), detokenizer.keep) == ("aab", 9)
 
 
-TEXTS = ["Hello, world!", "你好，世界。今天天气很好", "🙂👨‍👩‍👧‍👦🇩🇪 mixed 文字 text", "def f(x):\n    return x ** 2\n", "  spaces   and\ttabs ", "é ü ñ ß Ω"]
+TEXTS = [
+    "Hello, world!",
+    "你好，世界。今天天气很好",
+    "🙂👨‍👩‍👧‍👦🇩🇪 mixed 文字 text",
+    "def f(x):\n    return x ** 2\n",
+    "  spaces   and\ttabs ",
+    "é ü ñ ß Ω",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)

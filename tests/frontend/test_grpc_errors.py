@@ -30,7 +30,16 @@ async def streamed_failure(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x03\x1a\x01\xff", b"\x0a\x7f", b"\x0b" * 200, b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"])
+MALFORMED = {
+    "no field": b"\xff\xff\xff",
+    "bad UTF-8": b"\x0a\x03\x1a\x01\xff",
+    "cut off": b"\x0a\x7f",
+    "groups": b"\x0b" * 200,
+    "overlong varint": b"\x0a" + b"\xff" * 10 + b"\x01",
+}
+
+
+@pytest.mark.parametrize("data", list(MALFORMED.values()), ids=list(MALFORMED))
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 async def test_malformed_bytes_are_an_invalid_argument(rig: Rig, data: bytes, method: str) -> None:
     path = f"/pagecast.v1.GenerationService/{method}"

@@ -262,7 +262,8 @@ async def test_a_taken_port_is_one_line_and_exit_code_2(run_dir: Path, host: str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"), [("port=0, host='0.0.0.0'", "plaintext"), ("port=70000", "port"), ("port=0, model='/nowhere/x.gguf'", "/nowhere/x.gguf")]
+    ("arguments", "word"),
+    [("port=0, host='0.0.0.0'", "plaintext"), ("port=70000", "port"), ("port=0, model='/nowhere/x.gguf'", "/nowhere/x.gguf")],
 )
 async def test_a_start_that_cannot_work_is_one_line_and_exit_code_2(run_dir: Path, arguments: str, word: str) -> None:
     process = role(run_dir, arguments)

@@ -13,7 +13,13 @@ from pagecast_scheduler.frontend.validation import SamplingDefaults, check_lengt
 from pagecast_wire.intake import Priority
 
 LIMITS = Limits(
-    vocab_size=512, max_model_len=256, max_pool_tokens=256, max_message_bytes=1 << 20, max_num_seqs=8, max_num_batched_tokens=64, block_size=16
+    vocab_size=512,
+    max_model_len=256,
+    max_pool_tokens=256,
+    max_message_bytes=1 << 20,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    block_size=16,
 )
 
 

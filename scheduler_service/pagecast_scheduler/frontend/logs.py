@@ -11,7 +11,8 @@ def configure_logs(log_format: str, log_level: str) -> None:
 
     Tracebacks never show the values of variables: those may be prompts.
     """
-    processors: list[structlog.typing.Processor] = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso", utc=True)]
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    processors: list[structlog.typing.Processor] = [structlog.processors.add_log_level, stamp]
     if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
         processors.append(structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback))
     else:

@@ -201,4 +201,6 @@ def load_tokenizer(model: str) -> Tokenizer:
     if not model:
         return ByteTokenizer()
     path = Path(model)
+    if not path.exists():
+        raise FileNotFoundError("no such file or folder")
     return load_gguf(path) if path.is_file() else load_folder(path)
