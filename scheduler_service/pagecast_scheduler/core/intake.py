@@ -51,7 +51,7 @@ def _never_fits(s: State, submit: Submit) -> Rejected | None:
 
 
 def _not_now(s: State, submit: Submit) -> Rejected | None:
-    if any(submit.history):
+    if submit.history:
         return None  # accepted once already: it comes back after a scheduler was lost
     estimates, config, num_prompt = s.estimates, s.config, len(submit.prompt) // 4
     if s.num_queued_requests >= config.max_queued_requests or s.num_queued_tokens + num_prompt > config.max_queued_tokens:
@@ -85,7 +85,7 @@ def build(s: State, submit: Submit, now: int) -> Request:
         key=submit.key, slot=slot_of(submit.key), submit=submit, num_prompt_tokens=len(prompt),
         max_tokens=len(prompt) + stop.max_output_tokens, min_tokens=len(prompt) + stop.min_output_tokens, arrival=now, order=s.orders,
         tenant=-1, deadline=_absolute(now, submit.deadline_ms), budget_end=_absolute(now, submit.time_budget_ms),
-        queue_end=_absolute(now, submit.max_queue_ms),
+        queue_end=_absolute(now, submit.max_queue_ms), started=any(submit.history),
     )  # fmt: skip
     histories = [view_u32(column) for column in submit.history] or [prompt[:0]] * submit.num_sequences
     for index, history in enumerate(histories):

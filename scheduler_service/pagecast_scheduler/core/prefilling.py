@@ -44,6 +44,7 @@ def _add_chunk(s: State, draft: PlanDraft, row: int, start: int, length: int, no
     draft.num_prefill_tokens += length
     draft.touched.add(row)
     s.rows.num_computed[row] = end
+    seq.num_recomputed_tokens += max(0, min(end, seq.num_computed_before) - start)
     if not seq.request.submit.bypass_prefix_cache:
         s.kv.publish(s.kv.table.row(row), seq.chain, seq.tokens, start // size, end // size, s.step + 1)
     s.tenants.served[seq.request.tenant] += length
@@ -84,7 +85,7 @@ def admit_waiting(s: State, draft: PlanDraft, budget: int, now: int) -> None:
 
 def _next_alone(s: State) -> Sequence | None:
     """While there are suspects of having crashed the workers, one of them at a time runs, and nobody else."""
-    if s.alone is None and not s.rows.num_active and not s.detached:
+    if s.alone is None and not s.in_flight and not s.rows.num_active and not s.detached:
         s.alone = next((request for request in s.suspects.values() if not request.paused), None)
     if s.alone is None:
         return None
@@ -93,8 +94,8 @@ def _next_alone(s: State) -> Sequence | None:
 
 def _hopeless(s: State, seq: Sequence, now: int) -> bool:
     request = seq.request
-    if request.deadline >= NEVER:
-        return False
+    if request.started or request.deadline >= NEVER:
+        return False  # what has begun goes on to its deadline: its output so far is of use
     left = least_output(request.submit) - seq.num_output_tokens
     least = s.estimates.finish_us(seq.num_tokens, left, s.config.max_num_batched_tokens)
     return policy.cannot_finish(least, request.deadline - now, s.config.estimate_percent)
@@ -143,7 +144,6 @@ def _admit(s: State, draft: PlanDraft, seq: Sequence, hits: Blocks, budget: int,
     seq.status = Status.RUNNING
     seq.hit_tokens = computed
     seq.passes = 0
-    seq.num_recomputed_tokens -= computed if seq.resumed else 0
     if seq.admitted_at < 0:
         seq.admitted_at, seq.num_cached_tokens = now, computed
     if s.kv.caching and not request.submit.bypass_prefix_cache:

@@ -20,7 +20,6 @@ def fail_epoch(s: State, now: int) -> None:
     culprit = s.alone if s.alone is not None and s.alone.key in present else None
     for seq in [*s.rows.running(), *(entry.seq for entry in s.detached.values())]:
         if seq.row >= 0:
-            seq.num_recomputed_tokens += s.rows.computed(seq.row)
             s.leave_row(seq, keep_content=False)
         seq.detached = None
         seq.num_recoveries += 1

@@ -44,7 +44,7 @@ class Request:
     held: list["Sequence"] = field(default_factory=list)  # siblings that wait until the first one has planned the whole prompt
     num_open: int = 0
     paused: bool = False
-    started: bool = False  # any sequence was ever admitted
+    started: bool = False  # any sequence was ever admitted, here or before a scheduler was lost
     num_crashes: int = 0  # worker groups lost in a row while this request was in a step in flight
     crash_tokens: int = 0  # once any sequence holds more tokens than this, a suspect is cleared
 
@@ -83,6 +83,7 @@ class Sequence:
     first_token_at: int = -1
     num_cached_tokens: int = 0  # prefix hits of the first admission
     hit_tokens: int = 0  # prefix hits of the current admission
+    num_computed_before: int = 0  # most tokens whose KV it ever had: computing them once more is recomputing
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0

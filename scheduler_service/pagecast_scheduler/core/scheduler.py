@@ -51,8 +51,9 @@ class Scheduler:
         s.orders += submit.num_sequences
         request.num_open = len(request.sequences)
         s.requests[request.key] = request
-        s.num_queued_requests += 1
-        s.num_queued_tokens += request.num_prompt_tokens
+        if not request.started:
+            s.num_queued_requests += 1
+            s.num_queued_tokens += request.num_prompt_tokens
         s.timers.add(request)
         position = len(s.queue)
         first, *request.held = request.sequences

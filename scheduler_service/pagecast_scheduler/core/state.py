@@ -127,6 +127,7 @@ class State:
     def leave_row(self, seq: Sequence, keep_content: bool = True) -> Blocks:
         """Copy the sequence's applied tokens out of its row and free the row. Its blocks go to the caller."""
         row = seq.row
+        seq.num_computed_before = max(seq.num_computed_before, self.rows.computed(row))
         count = int(self.rows.num_tokens[row])
         known = seq.num_tokens
         if count > len(seq.tokens):
@@ -175,7 +176,6 @@ class State:
 
     def requeue(self, seq: Sequence, now: int, keep_content: bool = True) -> None:
         """RUNNING -> WAITING at the head of its class, with the tokens applied so far."""
-        seq.num_recomputed_tokens += self.rows.computed(seq.row)
         self.kv.pool.give_back(self.leave_row(seq, keep_content))
         seq.status = Status.WAITING
         seq.resumed = True
