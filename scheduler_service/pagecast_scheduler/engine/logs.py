@@ -7,6 +7,19 @@ from typing import Any
 import structlog
 
 
+class _StandardError:
+    """Writes a line where standard error is at that moment. A reader that has gone must not take the scheduler with it."""
+
+    def msg(self, line: str) -> None:
+        try:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass
+
+    debug = info = warning = error = critical = msg
+
+
 def configure(log_format: str, level: str) -> None:
     """log_format: "json", "console", or "auto" (console on a terminal, JSON otherwise). level: a name of the logging module."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
@@ -19,7 +32,7 @@ def configure(log_format: str, level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: _StandardError(),
         cache_logger_on_first_use=True,
     )
 
