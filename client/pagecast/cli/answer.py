@@ -1,9 +1,15 @@
 """Prints one stream as it comes and measures it. Shared by `generate` and `chat`."""
 
+import signal
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
+from pagecast.errors import Cancelled
+from pagecast.sync import Stream
 from pagecast.types import Event, SequenceFinished, Tokens
 
 
@@ -24,17 +30,45 @@ class Answer:
         return f"{self.num_tokens} tokens, first after {self.first_token * 1e3:.0f} ms{rate}, ended by {self.reason or 'interrupt'}"
 
 
-def show(events: Iterable[Event], answer: Answer, start: float) -> None:
-    """Print the text of `events` on one line of its own and keep the record in `answer`, also when interrupted."""
+def show(stream: Stream, answer: Answer, start: float) -> bool:
+    """Print the text of a stream on one line of its own and keep the record in `answer`. Returns whether it came to its end:
+    Ctrl-C cancels the request, and the text so far stays."""
     try:
-        for event in events:
-            answer.total = time.perf_counter() - start
-            if isinstance(event, Tokens):
-                answer.first_token = answer.first_token or answer.total
-                answer.num_tokens += len(event.token_ids)
-                answer.text += event.text
-                print(event.text, end="", flush=True)
-            elif isinstance(event, SequenceFinished):
-                answer.reason = event.reason
+        with _interruptible(stream) as interrupted:
+            try:
+                for event in stream:
+                    _take(event, answer, time.perf_counter() - start)
+            except Cancelled:
+                if not interrupted.is_set():
+                    raise
+        return not interrupted.is_set()
     finally:
         print(flush=True)
+
+
+def _take(event: Event, answer: Answer, now: float) -> None:
+    answer.total = now
+    if isinstance(event, Tokens):
+        answer.first_token = answer.first_token or now
+        answer.num_tokens += len(event.token_ids)
+        answer.text += event.text
+        print(event.text, end="", flush=True)
+    elif isinstance(event, SequenceFinished):
+        answer.reason = event.reason
+
+
+@contextmanager
+def _interruptible(stream: Stream) -> Iterator[threading.Event]:
+    """While inside, SIGINT cancels `stream` and sets the event. A KeyboardInterrupt instead could strike inside gRPC, between a lock
+    and its release; and the cancel itself takes a lock, so it does not run in the handler."""
+    interrupted = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        threading.Thread(target=stream.cancel, daemon=True).start()
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -32,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
             try:
                 with client.stream(history, sampling, **options) as stream:
                     show(stream, answer, start)
-            except KeyboardInterrupt:
-                pass
             except RpcError as error:
                 print(f"pagecast chat: {error}", file=sys.stderr)
                 if not sys.stdin.isatty():

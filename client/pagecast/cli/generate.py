@@ -26,10 +26,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         sampling = arguments.sampling(args)
         with Client(args.target) as client, client.stream(prompt, sampling, **options) as stream:
-            show(stream, answer, start)
+            complete = show(stream, answer, start)
     except ValueError as error:
         print(f"pagecast generate: {error}", file=sys.stderr)
         return 2
     if not args.quiet:
         print(answer.summary(), file=sys.stderr)
-    return 0
+    return 0 if complete else 130
