@@ -9,7 +9,7 @@ from typing import Any
 from sim.oracle import Violation
 from sim.streams import Streams
 
-from pagecast_scheduler.core import invariants, planning, policy
+from pagecast_scheduler.core import invariants, policy, scarcity
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_wire.codec import view_u32
@@ -155,13 +155,13 @@ class _WatchedPolicy:
 
 @contextmanager
 def watching_victims() -> Iterator[None]:
-    """While inside, planning asks a policy that is checked."""
-    original: ModuleType = planning.policy
-    planning.policy = _WatchedPolicy()  # type: ignore[attr-defined]
+    """While inside, the search for room asks a policy that is checked."""
+    original: ModuleType = scarcity.policy
+    scarcity.policy = _WatchedPolicy()  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        planning.policy = original  # type: ignore[attr-defined]
+        scarcity.policy = original  # type: ignore[attr-defined]
 
 
 def check_core(scheduler: Scheduler) -> None:

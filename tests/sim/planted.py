@@ -13,12 +13,13 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from pagecast_scheduler.core import applying, intake, planning, policy, recovery
+from pagecast_scheduler.core import applying, intake, planning, policy, prefilling, recovery
 from pagecast_scheduler.core import scheduler as door
 from pagecast_scheduler.core.block_pool import BlockPool
 from pagecast_scheduler.core.kv_manager import KvManager
 from pagecast_scheduler.core.plan_builder import PlanDraft
 from pagecast_scheduler.core.prefix_cache import HashChain, PrefixCache
+from pagecast_scheduler.core.request import Status
 from pagecast_scheduler.core.rows import Rows
 from pagecast_scheduler.core.state import State
 from pagecast_scheduler.core.tenants import Tenants
@@ -122,8 +123,7 @@ def evicted_block_stays_findable(patch: Patch) -> None:
     """A cached block is taken for something else, and the prefix cache is not told."""
 
     def take(self: KvManager, count: int) -> Any:
-        blocks = self.pool.take(count)
-        self.pool.has_content[blocks] = False
+        blocks, _ = self.pool.take(count)
         return blocks
 
     patch(KvManager, "_take", take)
@@ -207,7 +207,7 @@ def provisional_entry_kept_after_a_failed_step(patch: Patch) -> None:
         lost = dict(s.kv.cache.entries())
         original(s, now)
         pool = s.kv.pool
-        blocks = pool.take(pool.num_free)
+        blocks, _ = pool.take(pool.num_free)
         for block, (digest, piece) in lost.items():
             if s.kv.cache.register(block, digest, piece, 0):
                 pool.set_content(block)
@@ -225,20 +225,20 @@ def broken_row_keeps_its_entries(patch: Patch) -> None:
 @mutation
 def bypass_is_ignored(patch: Patch) -> None:
     """A request that asked for no cache hits is given some."""
-    original = planning._shared
+    original = prefilling._shared
 
     def shared(s: State, seq: Any) -> Any:
         if s.kv.caching:
             return s.kv.lookup(seq.chain, seq.tokens, seq.num_tokens)
         return original(s, seq)
 
-    patch(planning, "_shared", shared)
+    patch(prefilling, "_shared", shared)
 
 
 @mutation
 def partial_block_shared_without_a_copy(patch: Patch) -> None:
     """Siblings share the block that the end of the prompt fills in part, and each writes into it."""
-    original = planning._shared
+    original = prefilling._shared
 
     def shared(s: State, seq: Any) -> Any:
         hits = original(s, seq)
@@ -248,7 +248,13 @@ def partial_block_shared_without_a_copy(patch: Patch) -> None:
                 return s.kv.table.row(sibling.row)[: len(hits) + 1]
         return hits
 
-    patch(planning, "_shared", shared)
+    patch(prefilling, "_shared", shared)
+
+
+@mutation
+def newest_token_counts_as_computed(patch: Patch) -> None:
+    """A sequence that leaves its row publishes the block that its last token fills, whose KV no step has written."""
+    patch(State, "_certain", lambda self, row: int(self.rows.num_tokens[row]) if self.rows.decoding[row] else 0)
 
 
 # Steps and results -----------------------------------------------------------------------------------------------------
@@ -402,6 +408,32 @@ def history_forgotten(patch: Patch) -> None:
 
 
 @mutation
+def cancel_forgets_siblings(patch: Patch) -> None:
+    """Only the first open sequence of a cancelled request ends."""
+    original = door.Scheduler._end
+
+    def end(self: door.Scheduler, request: Any, reason: FinishReason, now: int) -> None:
+        if reason is not FinishReason.CANCELLED:
+            original(self, request, reason, now)
+            return
+        seq = next(seq for seq in request.sequences if seq.status is not Status.FINISHED)
+        self.state.finish(seq, reason, now)
+
+    patch(door.Scheduler, "_end", end)
+
+
+@mutation
+def stop_text_keeps_everything(patch: Patch) -> None:
+    """Usage counts tokens behind a stop text."""
+    original = State.finish
+
+    def finish(self: State, seq: Any, reason: FinishReason, now: int, keep: int | None = None, stop_token_id: int = -1) -> None:
+        original(self, seq, reason, now, None, stop_token_id)
+
+    patch(State, "finish", finish)
+
+
+@mutation
 def siblings_never_released(patch: Patch) -> None:
     """The other sequences of a request wait for ever."""
     patch(State, "release_held", lambda self, request, now: None)
@@ -410,5 +442,5 @@ def siblings_never_released(patch: Patch) -> None:
 @mutation
 def minimum_forgotten_in_admissions(patch: Patch) -> None:
     """The worker is not told before which length no stop id may be sampled."""
-    original = planning.admission
-    patch(planning, "admission", lambda *a: msgspec.structs.replace(original(*a), min_tokens=0))
+    original = prefilling.admission
+    patch(prefilling, "admission", lambda *a: msgspec.structs.replace(original(*a), min_tokens=0))

@@ -19,6 +19,7 @@ def first_catch(bug: Mutation) -> SimulationFailed | None:
     return None
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("bug", MUTATIONS, ids=lambda bug: bug.name)
 def test_planted_bug_is_caught(bug: Mutation) -> None:
     caught = first_catch(bug)

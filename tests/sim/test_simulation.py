@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from sim.run import run_many
 from sim.scenario import FEATURES, draw
 from sim.world import World, simulate
@@ -9,6 +10,7 @@ from sim.world import World, simulate
 NUM_SEEDS = int(os.environ.get("PAGECAST_SIM_SEEDS", "10000"))
 
 
+@pytest.mark.timeout(1500)
 def test_every_seed_holds_every_law() -> None:
     total = run_many(0, NUM_SEEDS, processes=os.cpu_count() or 1)
     assert not total.failures, total.failures[0][1]
