@@ -200,7 +200,8 @@ def check_small() -> Iterator[tuple[str, float]]:
     x = torch.randn(300, 4096, device="cuda").bfloat16()
     residual, weight = torch.randn_like(x), torch.randn(4096, device="cuda").bfloat16()
     nan = lambda *shape: torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda")
-    yield "rms_norm", paged_case.relative_error(norms.rms_norm(x, weight, 1e-5, nan(300, 4096)), reference.rms_norm(x.double(), weight, 1e-5))
+    got = norms.rms_norm(x, weight, 1e-5, nan(300, 4096))
+    yield "rms_norm", paged_case.relative_error(got, reference.rms_norm(x.double(), weight, 1e-5))
     total = residual.double()
     want = reference.add_rms_norm(x.double(), total, weight, 1e-5)
     yield "add_rms_norm", paged_case.relative_error(norms.add_rms_norm(x, residual, weight, 1e-5, nan(300, 4096)), want)
@@ -259,25 +260,11 @@ def check(quick: bool) -> int:
 # --- speed -------------------------------------------------------------------------------------------------------------------------
 
 
-def peers(case: bench_cases.Attention, pool: bench_cases.Pool) -> dict[str, list[bench_cases.Launch]]:
-    """FlashAttention 3, where it is installed, with and without a launch plan made beforehand."""
-    found = {}
-    for name, split in (("fa3", False), ("fa3_planned", True)):
-        try:
-            launches = case.flash3(pool, split)
-            launches[0]()
-            torch.cuda.synchronize()
-            found[name] = launches
-        except Exception as error:
-            print(f"  no {name}: {type(error).__name__} {str(error)[:100]}", flush=True)
-    return found
-
-
 def measure_attention(
     name: str, case: bench_cases.Attention, pool: bench_cases.Pool, anchors: dict[str, float], launches: list[Any],
     ours: Callable[[Any], list[bench_cases.Launch]],
 ) -> dict[str, Any]:  # fmt: skip
-    timed = bench_cases.alternate({"ours": ours(None)} | peers(case, pool))
+    timed = bench_cases.alternate({"ours": ours(None)} | bench_cases.flash3_launches(case, pool))
     tried = {}
     for config in launches:
         try:
@@ -292,42 +279,40 @@ def measure_attention(
     row |= {"peers_us": peer, "tried": {str(k): round(v, 2) for k, v in tried.items()}, "best_us": tried.get(best), "best": str(best)}
     short = {k: v for k, v in row.items() if k not in ("tried", "peers_us")}
     print(f"{name:12}", *(f"{k} {v}" for k, v in short.items() if k != "name"), {k: round(v, 1) for k, v in peer.items()}, flush=True)
-    print("    ", *("/".join(str(x) for x in vars(k).values()) + f"={v:.1f}" for k, v in sorted(tried.items(), key=lambda i: i[1])), flush=True)
+    ordered = sorted(tried.items(), key=lambda item: item[1])
+    print("    ", *("/".join(str(x) for x in vars(config).values()) + f"={us:.1f}" for config, us in ordered), flush=True)
     return row
 
 
+def small_cases(tokens: int) -> dict[str, tuple[list[bench_cases.Launch], int]]:
+    """Launches of the small kernels over rotating inputs, and how many elements each moves per token."""
+    sets = max(min((256 << 20) // (tokens * 28672 * 2), 40), 1)
+    bf16 = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    x, gate_up, qkv = ([bf16(tokens, width) for _ in range(sets)] for width in (4096, 28672, 6144))
+    weight, residual, out, out_i, q = bf16(4096), bf16(tokens, 4096), bf16(tokens, 4096), bf16(tokens, 14336), bf16(tokens, 32, 128)
+    cache, cos_sin = bf16(tokens // 16 + 1, 8, 16, 128), torch.randn(8192, 128, device="cuda")
+    slots = torch.arange(tokens, device="cuda")
+    rope_args = (cos_sin, slots.int(), slots, cache, cache, 32, 8, 128)
+    return {
+        "rms_norm": ([lambda x=x: norms.rms_norm(x, weight, 1e-5, out) for x in x], 2 * 4096),
+        "add_rms_norm": ([lambda x=x: norms.add_rms_norm(x, residual, weight, 1e-5, out) for x in x], 4 * 4096),
+        "silu_mul": ([lambda x=x: elementwise.silu_mul(x, out_i) for x in gate_up], 28672 + 14336),
+        "rope_and_write_kv": ([lambda x=x: rope.rope_and_write_kv(x, *rope_args, out_q=q) for x in qkv], 2 * 6144),
+    }
+
+
 def measure_small() -> Iterator[dict[str, Any]]:
-    """Norms, activation, rotary embedding and gather, at one row and at many."""
     for tokens in (1, 256, 8192):
-        sets = max(min((256 << 20) // (tokens * 28672 * 2), 40), 1)
-        x = [torch.randn(tokens, 4096, device="cuda").bfloat16() for _ in range(sets)]
-        gate_up = [torch.randn(tokens, 28672, device="cuda").bfloat16() for _ in range(sets)]
-        qkv = [torch.randn(tokens, 6144, device="cuda").bfloat16() for _ in range(sets)]
-        weight, residual = x[0][0].clone(), torch.zeros(tokens, 4096, device="cuda").bfloat16()
-        out, out_i = torch.empty_like(residual), torch.empty(tokens, 14336, device="cuda").bfloat16()
-        cache = torch.zeros(tokens // 16 + 1, 8, 16, 128, device="cuda").bfloat16()
-        slots, positions = torch.arange(tokens, device="cuda"), torch.arange(tokens, device="cuda").int()
-        cos_sin, q = torch.randn(8192, 128, device="cuda"), torch.empty(tokens, 32, 128, device="cuda").bfloat16()
-        cases = {
-            "rms_norm": ([lambda x=x: norms.rms_norm(x, weight, 1e-5, out) for x in x], 2 * 4096),
-            "add_rms_norm": ([lambda x=x: norms.add_rms_norm(x, residual, weight, 1e-5, out) for x in x], 4 * 4096),
-            "silu_mul": ([lambda x=x: elementwise.silu_mul(x, out_i) for x in gate_up], 28672 + 14336),
-            "rope_and_write_kv": (
-                [lambda x=x: rope.rope_and_write_kv(x, cos_sin, positions, slots, cache, cache, 32, 8, 128, out_q=q) for x in qkv], 2 * 6144,
-            ),
-        }  # fmt: skip
-        for name, (launches, elements) in cases.items():
+        for name, (launches, elements) in small_cases(tokens).items():
             us = bench_cases.graph_us(launches, 500.0, 3)
             yield {"name": f"{name} {tokens}", "us": round(us, 2), "tb_s": round(tokens * elements * 2 / us / 1e6, 3)}
 
 
 def measure_mixed(pool: bench_cases.Pool, anchor: float) -> dict[str, Any]:
     """64 decodes at 1,024 tokens and one prompt of 2,048, as two launches."""
-    decodes, prompt = bench_cases.attention(pool, [1024] * 64), bench_cases.attention(pool, [2048])
-    first, second = decodes.decode(pool), prompt.prefill(pool)
-    both = [lambda a=a, b=b: (a(), b()) for a, b in zip(first, itertools.cycle(second))]
+    both = bench_cases.mixed(pool, [1024] * 64, [2048])
     case = bench_cases.attention(pool, [1024] * 64 + [2048], [1] * 64 + [2048])
-    timed = bench_cases.alternate({"ours": both} | peers(case, pool))
+    timed = bench_cases.alternate({"ours": both} | bench_cases.flash3_launches(case, pool))
     return bench_cases.as_row("mixed", timed["ours"], case, {k: v for k, v in timed.items() if k != "ours"} | {"anchor_fa3": anchor})
 
 

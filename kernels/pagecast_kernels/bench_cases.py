@@ -3,6 +3,7 @@
 A case is a list of launches over different inputs, together larger than the L2 cache, so that none finds its data there.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -70,17 +71,17 @@ class Attention:
             for q, t, out in zip(self.q, self.tables, outs)
         ]  # fmt: skip
 
-    def flash3(self, pool: Pool, split: bool) -> list[Launch]:
+    def flash3(self, pool: Pool, planned: bool) -> list[Launch]:
         """The same through FlashAttention 3 as vLLM packs it. Raises ImportError where it is not installed.
 
-        split: with the launch plan made before, as vLLM does once per step.
+        planned: with the launch plan made before, as vLLM does once per step.
         """
         from vllm.vllm_flash_attn import flash_attn_interface as fa3
 
         k, v = (cache.view(-1, BLOCK_SIZE, KV_HEADS, DIM) for cache in (pool.k, pool.v))
         longest = int(self.lens.max())
         plan = None
-        if split:
+        if planned:
             plan = fa3.get_scheduler_metadata(
                 len(self.lens), self.longest, longest, HEADS, KV_HEADS, DIM, self.lens, cu_seqlens_q=self.starts,
                 page_size=BLOCK_SIZE, causal=True,
@@ -181,6 +182,26 @@ def alternate(cases: dict[str, list[Launch]], rounds: int = 2) -> dict[str, floa
         for name, launches in cases.items():
             taken[name].append(graph_us(launches))
     return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def flash3_launches(case: Attention, pool: Pool) -> dict[str, list[Launch]]:
+    """FlashAttention 3 on the same inputs, with and without a launch plan made beforehand; empty where it cannot run."""
+    found = {}
+    for name, planned in (("fa3", False), ("fa3_planned", True)):
+        try:
+            launches = case.flash3(pool, planned)
+            launches[0]()
+        except Exception as error:
+            print(f"  no {name}: {type(error).__name__} {str(error)[:100]}", flush=True)
+        else:
+            found[name] = launches
+    return found
+
+
+def mixed(pool: Pool, decode_lens: list[int], prompt_lens: list[int]) -> list[Launch]:
+    """Steps of decodes and whole prompts: a decode and a prefill launch each."""
+    decodes, prompts = attention(pool, decode_lens).decode(pool), attention(pool, prompt_lens, prompt_lens).prefill(pool)
+    return [lambda a=a, b=b: (a(), b()) for a, b in zip(decodes, itertools.cycle(prompts))]
 
 
 def as_row(name: str, us: float, case: Attention | None, peer_us: dict[str, float]) -> dict[str, Any]:

@@ -16,12 +16,13 @@ _PROGRAMS_PER_PROCESSOR = 4  # the most that any decode launch uses
 
 @dataclass(frozen=True)
 class Decode:
-    """tile: KV tokens a step; programs: how many share the work; warps, stages: of each."""
+    """tile: KV tokens a step; programs: how many share the work; warps, stages, most registers a thread: of each."""
 
     tile: int
     warps: int
     stages: int
     programs: int
+    registers: int = 255
 
 
 @dataclass(frozen=True)

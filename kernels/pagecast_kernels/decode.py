@@ -248,6 +248,6 @@ def paged_decode(
         q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
         batch, block_table.stride(0), factor, cap,
         num_kv_heads, group, block_size, dim, window, softcap != 0.0, max(triton.next_power_of_2(batch), 2),
-        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, num_warps=config.warps,
+        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out
