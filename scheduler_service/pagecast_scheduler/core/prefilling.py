@@ -126,7 +126,7 @@ def _shared(s: State, seq: Sequence) -> Blocks:
         return s.kv.lookup(seq.chain, seq.tokens, seq.num_tokens)
     full = (request.num_prompt_tokens - 1) // s.config.block_size
     for sibling in request.sequences:
-        if sibling.row >= 0 and s.rows.decoding[sibling.row]:
+        if sibling.row >= 0 and s.rows.computed(sibling.row) >= full * s.config.block_size:
             return s.kv.table.row(sibling.row)[:full]
     return np.zeros(0, np.int64)
 

@@ -1,0 +1,96 @@
+"""WaitingQueue against a sort: whoever is taken is first in the stated order at that moment."""
+
+from core.cluster import make_config, make_submit
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pagecast_scheduler.core import intake
+from pagecast_scheduler.core.state import State
+
+AGEING = 1000
+
+
+class QueueMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.state = State.create(make_config(ageing_us=AGEING), 1)
+        self.queue, self.tenants = self.state.queue, self.state.tenants
+        self.members = []
+        self.now = 0
+
+    def rank(self, seq):
+        request = seq.request
+        lane = max(-1, request.priority - (self.now - request.arrival) // AGEING)
+        if lane == -1:
+            return (-1, 0, 0, 0, 0, request.order)
+        if seq.resumed:
+            return (lane, 0, 0, 0, 0, request.order)
+        return (lane, 1, int(self.tenants.served[request.tenant]), request.deadline, request.order, 0)
+
+    def first(self):
+        return min(self.members, key=self.rank)
+
+    @rule(priority=st.integers(0, 2), tenant=st.sampled_from("abc"), deadline=st.sampled_from([-1, 5, 50]), resumed=st.booleans())
+    def push(self, priority, tenant, deadline, resumed):
+        self.state.orders += 1
+        submit = make_submit(self.state.orders, [1], 1, priority=priority, tenant=tenant, deadline_ms=deadline)
+        request = intake.build(self.state, submit, self.now)
+        request.tenant = self.tenants.enter(tenant)
+        seq = request.sequences[0]
+        seq.resumed = resumed
+        self.queue.push(seq, self.now)
+        self.members.append(seq)
+
+    @precondition(lambda self: self.members)
+    @rule()
+    def admit(self):
+        seq = self.queue.take(self.now)
+        assert self.rank(seq) == self.rank(self.first())
+        self.queue.remove(seq)
+        self.members.remove(seq)
+        self.tenants.served[seq.request.tenant] += 7
+
+    @precondition(lambda self: self.members)
+    @rule()
+    def blocked(self):
+        seq = self.queue.take(self.now)
+        assert self.rank(seq) == self.rank(self.first())
+        self.queue.put_back(seq)
+
+    @precondition(lambda self: self.members)
+    @rule(data=st.data())
+    def cancel(self, data):
+        seq = data.draw(st.sampled_from(self.members))
+        self.queue.remove(seq)
+        self.members.remove(seq)
+
+    @rule(by=st.sampled_from([1, 400, 1500]))
+    def time_passes(self, by):
+        self.now += by
+
+    @rule()
+    def sweep(self):
+        self.queue._sweep()
+
+    @invariant()
+    def same_members(self):
+        assert len(self.queue) == len(self.members)
+        assert sorted(seq.request.order for seq in self.queue.waiting()) == sorted(seq.request.order for seq in self.members)
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_an_empty_queue_gives_nobody():
+    assert State.create(make_config(), 1).queue.take(0) is None
+
+
+def test_dead_entries_do_not_pile_up():
+    machine = QueueMachine()
+    for _ in range(2000):
+        machine.push(2, "a", -1, False)
+        machine.queue.remove(machine.members.pop())
+    entries = [entry for heaps in machine.queue._by_tenant.values() for heap in heaps.values() for entry in heap]
+    assert len(entries) + len(machine.queue._promotions) < 1000
