@@ -79,7 +79,7 @@ class FakeScheduler:
         await self._socket.send_multipart([self.identity, encode(message)])
 
     async def send_status(self) -> None:
-        await self.send(EngineStatus(self.state, 1, 1, num_blocks=17, num_running=1, num_blocks_referenced=4))
+        await self.send(EngineStatus(self.state, 1, 1, num_blocks=16, num_running=1, num_blocks_referenced=4))
 
     async def set_state(self, state: ServingState) -> None:
         self.state = state

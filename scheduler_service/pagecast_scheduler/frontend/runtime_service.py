@@ -32,7 +32,6 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
         status = self._state.engine.status
         if status is None:
             raise Refusal(Reason.STARTING)
-        usable = max(status.num_blocks - 1, 1)
         return pb.GetLoadResponse(
             instance_id=self._instance()[0],
             epoch=status.epoch,
@@ -43,7 +42,7 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             num_blocks=status.num_blocks,
             num_blocks_referenced=status.num_blocks_referenced,
             num_blocks_cached=status.num_blocks_cached,
-            kv_utilization=min(1.0, status.num_blocks_referenced / usable),
+            kv_utilization=status.num_blocks_referenced / max(status.num_blocks, 1),
             prefix_tokens_asked=status.prefix_tokens_asked,
             prefix_tokens_hit=status.prefix_tokens_hit,
             num_preemptions=status.num_preemptions,
