@@ -20,6 +20,7 @@ import zmq
 
 from pagecast_scheduler.engine import logs
 from pagecast_scheduler.engine.config import EngineConfig
+from pagecast_scheduler.engine.epochs import Record
 from pagecast_scheduler.engine.loop import Engine
 from pagecast_scheduler.engine.processes import own_pid_namespace
 from pagecast_wire import codec
@@ -271,9 +272,9 @@ class RigWorker(threading.Thread):
 
 
 @contextlib.contextmanager
-def engine_thread(run_dir: Path, **options: Any) -> Iterator[Engine]:
+def engine_thread(run_dir: Path, record: Record | None = None, **options: Any) -> Iterator[Engine]:
     """The engine in a thread; its sockets are real. Stopped at once at the end."""
-    engine = Engine(EngineConfig(run_dir=str(run_dir), check_invariants=True, **options))
+    engine = Engine(EngineConfig(run_dir=str(run_dir), check_invariants=True, **options), record)
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(engine.run()), daemon=True)
     thread.start()

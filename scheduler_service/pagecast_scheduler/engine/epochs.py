@@ -62,6 +62,7 @@ class Epochs:
         self._reopen_at = now
         self._gathering_since = now
         self._last_progress = now
+        self._num_decoding = 0
         self._warm_up_key = INTERNAL_SLOT << KEY_BITS
         self.clock = StepClock(int(config.step_deadline_s * SECOND))
         self.core: Scheduler | None = None
@@ -154,9 +155,8 @@ class Epochs:
                 return
 
     def _size(self, plan: StepPlan) -> int:
-        """Tokens that the plan computes, at most."""
-        assert self.core is not None
-        return int(np.sum(view_u32(plan.chunk_lengths))) + self.core.stats().num_running * plan.num_steps
+        """About how many tokens the plan computes: its chunks, and as many decodes as the last result had."""
+        return int(np.sum(view_u32(plan.chunk_lengths))) + self._num_decoding * plan.num_steps
 
     def apply(self, result: StepResult, now: int) -> None:
         """The next result of the epoch has come."""
@@ -171,6 +171,7 @@ class Epochs:
         self._audit()
         self.clock.done(result.step, now)
         self.step = result.step
+        self._num_decoding = len(result.tokens) // 4
         self._last_progress = now
         self.is_warm = self.has_served = True
 
@@ -179,7 +180,8 @@ class Epochs:
         was_open = self._group.is_open
         self._log.error("rank lost", rank=lost.rank, reason=lost.reason, epoch=self.epoch, step=self.step, epoch_open=was_open)
         if lost.kill:
-            self._group.condemn(list(self._group.ranks) if was_open else [lost.rank])
+            suspects = list(self._group.ranks) if was_open else [lost.rank]
+            self._group.condemn(rank for rank in suspects if not (lost.is_replaced and rank == lost.rank))
         self._group.close_epoch()
         self._gathering_since = now
         if not was_open:

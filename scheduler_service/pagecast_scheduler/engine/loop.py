@@ -154,6 +154,8 @@ class Engine:
         self._watch_processes()
         if self._epochs.epoch != self._saved_epoch or self._frontends.changed:
             self._save_state()
+        if self._drain_until is not None and (now >= self._drain_until or self._is_idle()):
+            raise Stop(0, "stopped")
 
     def _receive_workers(self, now: int) -> None:
         for identity, message in self._worker_router.receive():
@@ -210,8 +212,6 @@ class Engine:
         self._collect_garbage(now)
         if self._metrics is not None:
             self._metrics.update(self._status(now), self._group, self._frontends, self._epochs.limits, self._num_dropped())
-        if self._drain_until is not None and (now >= self._drain_until or self._is_idle()):
-            raise Stop(0, "stopped")
 
     def _num_dropped(self) -> int:
         return self._frontend_router.num_dropped + self._worker_router.num_dropped + self._intake.num_malformed

@@ -26,11 +26,12 @@ RESEND_AFTER = SECOND
 
 @dataclass(frozen=True)
 class Lost:
-    """The group cannot go on in this epoch. kill: its processes are not to be trusted either."""
+    """The group cannot go on in this epoch. kill: its processes are not to be trusted either, but for a rank that is new already."""
 
     reason: str
     rank: int
     kill: bool = True
+    is_replaced: bool = False
 
 
 @dataclass
@@ -134,14 +135,13 @@ class WorkerGroup:
         except ProcessGone:
             return None
         replaced = present is not None and self.is_open
-        if present is not None:
-            self._let_go(present)
+        self.condemn([hello.rank])
         if self._reference is None:
             self._reference = hello
         self.refusals.pop(hello.rank, None)
         self.ranks[hello.rank] = Rank(hello, identity, process, heard=now)
         self._log.info("rank joined", rank=hello.rank, pid=hello.pid, incarnation=hello.incarnation, num_blocks=hello.num_blocks)
-        return Lost("a new process took the place of this rank", hello.rank) if replaced else None
+        return Lost("a new process took its place", hello.rank, is_replaced=True) if replaced else None
 
     def _refuse(self, identity: bytes, rank: int, incarnation: str, reason: str) -> None:
         self.num_refused += 1
@@ -308,7 +308,6 @@ class WorkerGroup:
                 if not rank.process.kill():
                     self.router.send(rank.identity, StopWorker())
                 self._let_go(rank)
-        self.load.clear()
 
     def _let_go(self, rank: Rank) -> None:
         self._condemned.add(rank.hello.incarnation)

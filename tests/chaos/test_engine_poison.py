@@ -1,0 +1,53 @@
+"""A request that crashes every worker it meets is found and ended; its neighbours do not notice."""
+
+import threading
+from pathlib import Path
+
+from e2e.engine_rig import RigFrontend, RigWorker, engine_thread
+
+from pagecast_wire.codec import view_u32
+from pagecast_wire.plan import StepPlan
+from pagecast_wire.result import WorkerFault
+from pagecast_wire.sampling import FinishReason
+
+POISON = 666
+
+
+class _Fragile(RigWorker):
+    """Fails at the first plan that admits a request with the poisonous token."""
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, StepPlan) and any(POISON in view_u32(admission.tokens) for admission in message.admissions):
+            self.send(WorkerFault(self.rank, message.epoch, message.step, "step", "RuntimeError: poison"))
+            self.stopped.set()  # a process that died of it
+        else:
+            super()._take(message)
+
+
+def test_poison_is_isolated_and_neighbours_are_exact(tmp_path: Path) -> None:
+    over = threading.Event()
+    lives: list[RigWorker] = []
+
+    def supervise() -> None:
+        while not over.is_set():
+            lives.append(_Fragile(tmp_path))
+            lives[-1].start()
+            lives[-1].join()
+
+    with engine_thread(tmp_path):
+        supervisor = threading.Thread(target=supervise, daemon=True)
+        supervisor.start()
+        frontend = RigFrontend(tmp_path).wait_serving()
+        good = [frontend.submit([i, 2], 120, seed=i) for i in range(5)]
+        frontend.pump(lambda: all(frontend.tokens.get((key, 0)) for key in good), "neighbours run")
+        bad = frontend.submit([3, POISON], 10)
+        frontend.wait_finished(bad, *good)
+        assert frontend.finished[bad, 0].reason == FinishReason.POISON_REQUEST
+        for key in good:
+            assert frontend.finished[key, 0].reason == FinishReason.LENGTH
+            frontend.expect(key)
+        over.set()
+        lives[-1].quit.set()
+        supervisor.join()
+        assert len(lives) >= 3
+        frontend.close()
