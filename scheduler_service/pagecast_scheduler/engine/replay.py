@@ -80,7 +80,8 @@ def read(path: str | Path) -> Iterator[tuple[int, str, Any]]:
 def replay(path: str | Path) -> Replay:
     """Run a recording again up to the first difference. Raises RecordingError or OSError."""
     entries = read(path)
-    _, kind, header = next(entries, (0, "", {}))
+    first: tuple[int, str, Any] = next(entries, (0, "", {}))
+    _, kind, header = first
     if kind != "header":
         raise RecordingError("the recording has no header")
     if header.get("wire_digest") != WIRE_DIGEST:
@@ -91,7 +92,9 @@ def replay(path: str | Path) -> Replay:
             _run_again(entries, result)
         else:
             _only_look(entries, result)
-    except (WireError, KeyError, TypeError) as error:
+    except RecordingError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
         raise RecordingError(f"an entry is damaged: {type(error).__name__}") from None
     return result
 
@@ -100,9 +103,11 @@ def _run_again(entries: Iterator[tuple[int, str, Any]], result: Replay) -> None:
     """Feed a core with every recorded input and compare its plans."""
     scheduler: Scheduler | None = None
     began: int | None = None
+    earlier = 0  # preemptions of schedulers before this one
     for at, kind, body in entries:
         began = at if began is None else began
         if kind == "create":
+            earlier += scheduler.stats().num_preemptions if scheduler is not None else 0
             scheduler = Scheduler(SchedulerConfig(**body["config"]), epoch=body["epoch"])
             result.num_blocks = body["config"]["num_blocks"]
         elif scheduler is None:
@@ -116,12 +121,14 @@ def _run_again(entries: Iterator[tuple[int, str, Any]], result: Replay) -> None:
                 return
             if made is not None:
                 result.num_plans += 1
-                stats = scheduler.stats()
-                result.timeline.append(
-                    Moment(at - began, made.step, stats.num_running, stats.num_waiting, stats.num_blocks_referenced, stats.num_preemptions)
-                )
+                result.timeline.append(_moment(scheduler, at - began, made.step, earlier))
         else:
             _feed(scheduler, at, kind, body, result)
+
+
+def _moment(scheduler: Scheduler, at: int, step: int, earlier: int) -> Moment:
+    stats = scheduler.stats()
+    return Moment(at, step, stats.num_running, stats.num_waiting, stats.num_blocks_referenced, earlier + stats.num_preemptions)
 
 
 def _feed(scheduler: Scheduler, at: int, kind: str, body: Any, result: Replay) -> None:
@@ -219,6 +226,7 @@ def draw(result: Replay, picture: str | Path) -> None:
     """The timeline as a PNG: block use, running and waiting, preemptions over plans. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = range(1, len(result.timeline) + 1)
     figure = Figure(figsize=(11, 7), layout="constrained")
@@ -232,6 +240,7 @@ def draw(result: Replay, picture: str | Path) -> None:
     if any(m.num_waiting >= 0 for m in result.timeline):
         sequences.step(steps, [m.num_waiting for m in result.timeline], where="mid", label="waiting")
     sequences.set_ylabel("sequences")
+    sequences.yaxis.set_major_locator(MaxNLocator(integer=True))
     sequences.legend(loc="upper right")
     preemptions.step(steps, [m.num_preemptions for m in result.timeline], where="mid", color="tab:orange")
     preemptions.set_ylabel("preemptions, total")
