@@ -105,6 +105,23 @@ async def test_a_message_over_the_limit_is_refused_by_the_transport(rig: Rig) ->
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_gzip_bomb_is_refused_before_it_expands(rig: Rig) -> None:
+    spec = pb.GenerationSpec(prompt_text="x" * (64 << 20))
+    data = pb.GenerateRequest(spec=spec).SerializeToString()
+    error = await failure(rig.channel.unary_unary("/pagecast.v1.GenerationService/Generate")(data, compression=grpc.Compression.Gzip))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert rig.scheduler.all(Submit) == []
+
+
+async def test_long_texts_beyond_what_can_wait_are_refused(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagecast_scheduler.frontend.prompts.MAX_WAITING", 0)
+    stub = tokenizer_pb2_grpc.TokenizerServiceStub(rig.channel)
+    error = await failure(stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 5000)))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE and details(error)[1]["ErrorInfo"].reason == "OVERLOADED"
+    monkeypatch.undo()
+    assert len((await stub.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 5000))).token_ids) == 5000
+
+
 def test_every_refusal_and_every_bad_end_has_a_row() -> None:
     assert set(OF_REJECT) == set(RejectReason)
     successes = {FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIME_LIMIT}

@@ -16,10 +16,12 @@ import pytest
 from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import FakeScheduler, Ready, finished, history
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.namespace import derive, load_key
+from pagecast_scheduler.frontend.tokenizer import byte_alphabet
 from pagecast_wire.intake import Abort, Pause, ServingState, StopAt, Submit
 
 
@@ -271,9 +273,22 @@ async def test_a_start_that_cannot_work_is_one_line_and_exit_code_2(run_dir: Pat
     assert process.returncode == 2 and word in error and len(error.strip().splitlines()) == 1
 
 
-async def test_sigterm_ends_the_process_cleanly_and_without_heavy_imports(run_dir: Path) -> None:
+def tiny_folder(path: Path) -> Path:
+    """A Hugging Face folder that transformers can read: every byte is a token."""
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(byte_alphabet())}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    path.mkdir()
+    backend.save(str(path / "tokenizer.json"))
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return path
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+async def test_sigterm_ends_the_process_cleanly_and_without_heavy_imports(run_dir: Path, has_folder: bool) -> None:
     scheduler = FakeScheduler(run_dir)
-    process = role(run_dir, "port=0, drain_announce_s=0.0")
+    model = str(tiny_folder(run_dir / "model")) if has_folder else ""
+    process = role(run_dir, f"port=0, drain_announce_s=0.0, model={model!r}")
     await scheduler.until(lambda: scheduler.hellos)
     await until((run_dir / "frontend-0.serving").exists)
     loaded = Path(f"/proc/{process.pid}/maps").read_text()

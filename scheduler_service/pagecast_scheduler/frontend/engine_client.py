@@ -114,7 +114,7 @@ class EngineClient:
         try:
             self._socket.send(encode(submit), zmq.NOBLOCK)
         except zmq.Again:
-            raise Refusal(Reason.OVERLOADED) from None
+            raise Refusal(Reason.RECOVERING) from None
         self._live[stream.key] = stream
         self.calls[stream] = progress_interval_s
         self._read_soon()

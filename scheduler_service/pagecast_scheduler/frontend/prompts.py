@@ -1,8 +1,9 @@
 """Prompts to token ids without holding up the event loop: short ones at once, long ones in a small pool of threads."""
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pagecast_scheduler.frontend import chat
@@ -14,6 +15,8 @@ from pagecast_scheduler.frontend.validation import check_prompt_length
 INLINE_CHARS = 2048
 """Longest text that is worked on directly: well under a millisecond."""
 NUM_THREADS = 2
+MAX_WAITING = 256
+"""Long texts being worked on or waiting for a thread; more are refused, so that they cannot pile up in memory."""
 
 T = TypeVar("T")
 
@@ -23,12 +26,25 @@ class PromptMaker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self._num_waiting = 0
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt")
 
     async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
         if size <= INLINE_CHARS:
             return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        if self._num_waiting >= MAX_WAITING:
+            raise Refusal(Reason.OVERLOADED, message="too many long texts are being tokenized")
+        with self._lock:
+            self._num_waiting += 1
+        job = self._pool.submit(work, *arguments)
+        job.add_done_callback(self._note_done)
+        return await asyncio.wrap_future(job)
+
+    def _note_done(self, job: Future[Any]) -> None:
+        """On the thread that did the work, or on the event loop's if it was cancelled before."""
+        with self._lock:
+            self._num_waiting -= 1
 
     def close(self) -> None:
         """Lets the threads go; work not begun is dropped."""
@@ -37,7 +53,8 @@ class PromptMaker:
     async def tokenize(self, text: str, add_special_tokens: bool, path: str, limits: Limits | None) -> list[int]:
         """Ids of a text. With limits, a text that cannot fit is refused before the work: no id stands for more than so many bytes."""
         if limits is not None and self.tokenizer.max_token_bytes is not None and len(text) > limits.max_request_tokens:
-            check_prompt_length(-(-len(text.encode()) // self.tokenizer.max_token_bytes), path, limits)
+            least = -(-len(text.encode()) // self.tokenizer.max_token_bytes)
+            check_prompt_length(least, path, limits, is_least=True)
         return await self._run(len(text), self.tokenizer.encode, text, add_special_tokens)
 
     async def detokenize(self, ids: list[int], skip_special_tokens: bool) -> str:

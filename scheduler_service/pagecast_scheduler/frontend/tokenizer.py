@@ -7,6 +7,7 @@ id is in bytes, which makes incremental decoding exact and cheap.
 """
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -174,6 +175,8 @@ def load_gguf(path: Path) -> ModelTokenizer:
 
 def _from_transformers(folder: Path, gguf_file: str | None, defaults: SamplingDefaults) -> ModelTokenizer:
     """Whatever transformers makes of the folder or file; nothing is downloaded and no code of the folder runs."""
+    for name, value in (("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_VERBOSITY", "error"), ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")):
+        os.environ.setdefault(name, value)
     from transformers import AutoTokenizer
 
     extra = {"gguf_file": gguf_file} if gguf_file else {}

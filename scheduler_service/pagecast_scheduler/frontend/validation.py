@@ -223,11 +223,11 @@ def progress_interval_s(delivery: Any, limits: Limits, default: float = 15.0) ->
     return seconds
 
 
-def check_prompt_length(num_prompt_tokens: int, path: str, limits: Limits) -> None:
-    """Raises Refusal unless the prompt leaves room for at least one output token."""
+def check_prompt_length(num_prompt_tokens: int, path: str, limits: Limits, *, is_least: bool = False) -> None:
+    """Raises Refusal unless the prompt leaves room for one output token. is_least: the prompt has so many tokens or more."""
     limit = limits.max_request_tokens - 1
     if num_prompt_tokens > limit:
-        text = f"the prompt must be at most {limit} tokens, not {num_prompt_tokens}"
+        text = f"the prompt must be at most {limit} tokens, not {num_prompt_tokens}{' or more' if is_least else ''}"
         facts = {"limit": str(limit), "actual": str(num_prompt_tokens)}
         raise Refusal(Reason.PROMPT_TOO_LONG, violations=(Violation(path, text),), metadata=facts)
 
