@@ -88,10 +88,10 @@ class PlanAudit:
         self.held = [hold for hold in self.held if hold[0] > applied_step]
 
     def _check_stalls(self, plan: StepPlan, num_free: int) -> None:
-        """A decode sits out because its client paused it or no block is left, never because others prefill."""
+        """A decode sits out because its client paused it or no block was left, never so that somebody else is admitted."""
         for row in view_u32(plan.paused).tolist():
             key = self.rows[row][0] if row in self.rows else -1
-            if key not in self.paused and num_free:
+            if key not in self.paused and num_free and (plan.admissions or not plan.released):
                 raise Violation(f"step {plan.step}: row {row} is held back with {num_free} blocks free")
 
     def on_executed(self, step: int, sampled: list[tuple[int, int]]) -> None:
