@@ -12,6 +12,7 @@ import torch
 _LOG2E = 1.4426950408889634
 MAX_SLICES = 32  # programs that may share a row of `sample`
 _PROGRAMS_PER_PROCESSOR = 4  # the most that any decode launch uses
+SMALL_SHARES = 8  # shares per program that a decode launch leaves to its queue
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,12 @@ def test_decode_window_and_softcap(options: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 12])
 def test_decode_is_the_same_however_the_work_is_cut(programs: int) -> None:
-    lens = [300, 1, 0, 77]
+    """One or two programs have a queue here, more do not."""
+    lens = [300, 1, 0, 77, 500]
     case = paged_case.make(5, lens, [1] * len(lens), 6, 2, 64, 16)
-    got, want = decode_both(case, 0.125, config=configs.Decode(tile=32, warps=4, stages=2, programs=programs))
+    work = decode.decode_workspace(5, 6, 2, 64, "cpu")
+    got, want = decode_both(case, 0.125, config=configs.Decode(tile=32, warps=4, stages=2, programs=programs), workspace=work)
+    assert not work.counters.any()
     assert paged_case.relative_error(got, want) < 1e-5
 
 
