@@ -16,6 +16,7 @@ from multiprocessing import get_context
 import torch
 
 from pagecast_kernels.gemm import GemmConfig, GemmWorkspace, linear_with
+from pagecast_kernels.gemv import GemvConfig, gemv_with
 
 SHAPES = {  # name: (N, K, how many in a step)
     "llama8b": {"qkv": (6144, 4096, 32), "o": (4096, 4096, 32), "gate_up": (28672, 4096, 32), "down": (4096, 14336, 32), "head": (128256, 4096, 1)},
@@ -37,10 +38,14 @@ def candidates(rows: int) -> list[GemmConfig]:
     return FEW if rows <= 32 else FEW[:6] + MANY if rows <= 64 else MANY
 
 
-def compile_one(job: tuple[GemmConfig, int]) -> str:
+def compile_one(job: tuple[GemmConfig | GemvConfig, int]) -> str:
     """Fill the kernel cache for one launch; returns what went wrong, or nothing."""
     config, rows = job
     try:
+        if isinstance(config, GemvConfig):
+            gemv_with(torch.randn(1, 4096, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda").bfloat16(), config)
+            torch.cuda.synchronize()
+            return ""
         x, weight = (torch.randn(n, 256, device="cuda", dtype=torch.bfloat16) for n in (rows, 512))
         linear_with(x, weight, config, GemmWorkspace(x.device, 32 << 20, 64), 4)
         torch.cuda.synchronize()
@@ -49,11 +54,14 @@ def compile_one(job: tuple[GemmConfig, int]) -> str:
     return ""
 
 
-def check(config: GemmConfig, rows: int, workspace: GemmWorkspace, num_sms: int) -> float:
+def check(config: GemmConfig | GemvConfig, rows: int, workspace: GemmWorkspace, num_sms: int) -> float:
     """Relative error against float64 on a shape with ragged edges, output poisoned with NaN before."""
     x, weight = torch.randn(rows, 1096, device="cuda").bfloat16(), torch.randn(1208, 1096, device="cuda").bfloat16()
     out = torch.full((rows, 1208), float("nan"), device="cuda", dtype=torch.bfloat16)
-    linear_with(x, weight, config, workspace, num_sms, out)
+    if isinstance(config, GemvConfig):
+        gemv_with(x, weight, config, out)
+    else:
+        linear_with(x, weight, config, workspace, num_sms, out)
     want = x.double() @ weight.double().T
     return float(torch.linalg.norm(out.double() - want) / torch.linalg.norm(want))
 
@@ -109,11 +117,15 @@ def tune(name: str, rows_list: list[int], workspace: GemmWorkspace, num_sms: int
     return table
 
 
-PDL = [
-    GemmConfig(64, 128, 4, 4, 1, 0, p) for p in (0, 512, 1024, 2048, 4096)
-] + [GemmConfig(64, 128, 3, 4, 2, 0, p) for p in (0, 512, 1024)] + [
-    GemmConfig(64, 64, 6, 4, 2, 0, p) for p in (0, 512, 1024)] + [GemmConfig(128, 64, 4, 4, 1, 0, p) for p in (0, 1024)] + [
-    GemmConfig(64, 128, 4, 4, 1), GemmConfig(64, 128, 2, 4, 3, 0, 0), GemmConfig(64, 128, 2, 4, 3, 0, 512), GemmConfig(64, 256, 2, 4, 1, 0, 1024)]
+PDL = [GemmConfig(64, 128, 6, 4, 1), GemmConfig(64, 256, 5, 4, 1), GemmConfig(64, 128, 5, 4, 1, 0, 0), GemmConfig(64, 128, 5, 4, 1, 0, 512)]
+GEMV = [
+    GemvConfig(rows, depth, stages, warps, prefetch)
+    for rows, depth, stages, warps in (
+        (16, 1024, 1, 4), (16, 512, 1, 4), (16, 512, 3, 4), (8, 1024, 1, 4), (8, 1024, 3, 4), (4, 2048, 1, 4), (8, 512, 4, 4), (32, 512, 1, 8),
+        (4, 1024, 4, 4), (16, 512, 2, 8), (8, 512, 1, 2), (4, 1024, 1, 2),
+    )
+    for prefetch in (-1, 0, 1024, 4096)
+]
 """Launches for chains of products, where a programmatic launch hides the start of one kernel behind the end of another."""
 
 
@@ -129,14 +141,16 @@ def chain(name: str, rows_list: list[int], workspace: GemmWorkspace, num_sms: in
         xs = {k: torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _, k, _ in parts.values()}
         outs = {n: torch.empty(rows, n, device="cuda", dtype=torch.bfloat16) for n, _, _ in parts.values()}
 
-        def one(part: str, i: int, config: GemmConfig | None, xs=xs, outs=outs) -> None:
+        def one(part: str, i: int, config: GemmConfig | GemvConfig | None, xs=xs, outs=outs) -> None:
             n, k, _ = parts[part]
             if config is None:
                 torch.mm(xs[k], weights[part][i].T, out=outs[n])
+            elif isinstance(config, GemvConfig):
+                gemv_with(xs[k], weights[part][i], config, outs[n])
             else:
                 linear_with(xs[k], weights[part][i], config, workspace, num_sms, outs[n])
 
-        for config in [None, *(PDL if rows <= 16 else [])]:
+        for config in [None, *(PDL if rows <= 16 else []), *(GEMV if rows == 1 else [])]:
             try:
                 spent = time_us(lambda _, config=config, one=one: [one(part, i, config) for part, i in order], 1) / 1e3
             except Exception as error:
@@ -155,7 +169,8 @@ def main() -> None:
     args = parser.parse_args()
     rows_list = [int(n) for n in args.rows.split(",")]
     begin = time.perf_counter()
-    jobs = sorted({(config, rows) for rows in rows_list for config in (PDL if args.chain and rows <= 16 else candidates(rows))})
+    jobs = [(config, rows) for rows in rows_list for config in (PDL if args.chain and rows <= 16 else candidates(rows))]
+    jobs += [(config, 1) for config in GEMV] if args.chain and 1 in rows_list else []
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         problems = [text for text in pool.map(compile_one, jobs, chunksize=4) if text]
     print(f"compiled {len(jobs)} launches in {time.perf_counter() - begin:.0f} s; problems: {problems}", flush=True)
