@@ -74,13 +74,13 @@ def device_named(name: str) -> torch.device:
 
 
 def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> Any:
-    """The Triton operators, with scratch memory that graphs can hold on to where they take some."""
-    from pagecast_kernels import decode, sampling, triton_ops
+    """The Triton operators, with scratch memory that graphs can hold on to where they take some; products by cuBLAS."""
+    from pagecast_kernels import reference, triton_ops
 
     attention = model.layers[0].attention
-    rows = config.max_num_seqs + 8
-    attend = decode.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
-    draw = sampling.sample_workspace(rows, device)
+    rows = config.max_num_seqs
+    attend = triton_ops.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
+    draw = triton_ops.sample_workspace(rows, device)
 
     def paged_decode(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.paged_decode(*args, workspace=attend, **kwargs)
@@ -88,8 +88,14 @@ def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.sample(*args, workspace=draw, **kwargs)
 
-    names = ("rms_norm", "add_rms_norm", "silu_mul", "linear", "linear_silu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks")
-    return SimpleNamespace(**{name: getattr(triton_ops, name) for name in names}, paged_decode=paged_decode, sample=sample)
+    def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+        return triton_ops.silu_mul(reference.linear(x, weight))
+
+    names = ("rms_norm", "add_rms_norm", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks")
+    return SimpleNamespace(
+        **{name: getattr(triton_ops, name) for name in names},
+        linear=reference.linear, linear_silu_mul=linear_silu_mul, paged_decode=paged_decode, sample=sample,
+    )
 
 
 def faster_dtype(shape: ModelConfig) -> torch.dtype:

@@ -6,7 +6,6 @@ On the CPU both are plain arrays. On CUDA uploads go through a ring of pinned bu
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -36,7 +36,10 @@ def check_shape(file: str, name: str, found: tuple[int, ...], wanted: tuple[int,
 
 
 def check_names(checkpoint: Checkpoint, wanted: set[str], ignored: tuple[str, ...] = ()) -> None:
-    """Raises LoadError for the first missing tensor, else for the first one that nothing uses. ignored: name endings that may be left over."""
+    """Raises LoadError for the first missing tensor, else for the first one that nothing uses.
+
+    ignored: name endings that may be left over.
+    """
     names = set(checkpoint.names())
     for name in sorted(wanted - names):
         raise LoadError(f"{checkpoint.file_of(name)}: tensor {name} is missing")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from pagecast_wire.intake import LoadProgress
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, ReportProgress
 from pagecast_worker.loading.checkpoint import Checkpoint, check_names
@@ -15,7 +16,6 @@ from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.llama import Llama
 from pagecast_worker.models.registry import model_class
 from pagecast_worker.parallel import Ranks
-from pagecast_wire.intake import LoadProgress
 
 LEFT_OVER = (".rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that some checkpoints carry and nothing reads: angles are computed, and a tied head is the embedding."""

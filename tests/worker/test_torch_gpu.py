@@ -1,0 +1,147 @@
+"""On a GPU only: tokens equal the CPU's up to ties, graphs and eager steps agree, k-step plans and run-ahead work on real streams."""
+
+import pytest
+import torch
+from worker.plan_driver import Driver, Job
+from worker.smollm2 import GGUF, prompts
+from worker.tiny_model import write_config
+
+from pagecast_wire.sampling import SamplingParams
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.torch_executor import TorchExecutor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+NUM_BLOCKS = 1200
+SEQS = 32
+
+
+def make(dtype: str = "float32", **options) -> TorchExecutor:
+    sizes = {"num_blocks": NUM_BLOCKS, "max_num_seqs": SEQS, "max_model_len": 2048}
+    executor = TorchExecutor(WorkerConfig(run_dir="/unused", model=str(GGUF), device="cuda", dtype=dtype, **sizes | options))
+    executor.load(lambda progress: None)
+    return executor
+
+
+def jobs_of(count: int, output: int, sampling: SamplingParams) -> list[Job]:
+    texts = prompts()
+    return [Job(texts[i % len(texts)], output, sampling) for i in range(count)]
+
+
+def run(executor: TorchExecutor, jobs: list[Job], num_steps: int = 1, ahead: int = 0) -> list[list[int]]:
+    """Prefill all, then decode with `ahead` plans sent before the first result is taken."""
+    driver = Driver(executor, NUM_BLOCKS, max_num_seqs=SEQS, max_model_len=2048)
+    for job in jobs:
+        driver.admit(job)
+        driver.chunk(job)
+    driver.submit()
+    for _ in range(ahead):
+        driver.submit(num_steps)
+    for _ in range(ahead + 1):
+        driver.collect()
+    while not all(job.done for job in jobs):
+        driver.plan(num_steps)
+    return [job.output for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    made = make()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def cpu_logits():
+    """float32 logits [len(tokens), V] of any tokens by the CPU executor's model, in one prefill."""
+    config = WorkerConfig(run_dir="/unused", model=str(GGUF), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=2)
+    executor = TorchExecutor(config)
+    executor.load(lambda progress: None)
+
+    def compute(tokens: list[int]) -> torch.Tensor:
+        seen = []
+        forward = executor.model.forward
+        executor.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
+        driver = Driver(executor, 200, max_num_seqs=2, max_model_len=2048)
+        job = Job(tokens, 1)
+        driver.admit(job)
+        driver.chunk(job)
+        driver.plan()
+        del executor.model.forward
+        with torch.inference_mode():
+            return executor.model.logits(executor.ops, seen[0])
+
+    return compute
+
+
+def behind_the_best(logits: torch.Tensor, job: Job) -> float:
+    """How far the chosen tokens fall behind the CPU's best ones at most, teacher-forced."""
+    rows = logits[len(job.prompt) - 1 : -1]
+    return float((rows.max(1).values - rows.gather(1, torch.tensor(job.output).unsqueeze(1)).squeeze(1)).max())
+
+
+def test_greedy_float32_equals_the_cpu_up_to_ties(gpu, cpu_logits):
+    jobs = jobs_of(16, 48, SamplingParams(temperature=0.0))
+    run(gpu, jobs)
+    for job in jobs[:6]:
+        assert behind_the_best(cpu_logits(job.prompt + job.output), job) < 2e-3
+
+
+def test_greedy_bfloat16_stays_near_the_cpu(cpu_logits):
+    executor = make("bfloat16")
+    jobs = jobs_of(6, 48, SamplingParams(temperature=0.0))
+    run(executor, jobs)
+    executor.close()
+    for job in jobs:
+        assert behind_the_best(cpu_logits(job.prompt + job.output), job) < 1.0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3, top_k=50, top_p=0.9)])
+def test_graphs_and_eager_steps_agree(gpu, sampling):
+    eager = make(enforce_eager=True)
+    for count in (1, 3, 9, 17):
+        expected = run(eager, jobs_of(count, 24, sampling))
+        assert run(gpu, jobs_of(count, 24, sampling)) == expected
+    eager.close()
+
+
+def test_run_ahead_and_several_steps_change_nothing(gpu):
+    sampling = SamplingParams(temperature=1.0, seed=11)
+    expected = run(gpu, jobs_of(5, 33, sampling))
+    assert run(gpu, jobs_of(5, 33, sampling), ahead=3) == expected
+    assert run(gpu, jobs_of(5, 33, sampling), num_steps=4) == expected
+    assert run(gpu, jobs_of(5, 33, sampling), num_steps=4, ahead=2) == expected
+
+
+def test_stop_ids_and_min_tokens_act_on_the_device(gpu):
+    greedy = SamplingParams(temperature=0.0)
+    plain = run(gpu, jobs_of(1, 24, greedy))[0]
+    stop = plain[10]
+    first = plain.index(stop)
+    job = Job(prompts()[0], 24, greedy, stop_token_ids=[stop, 5])
+    driver = Driver(gpu, NUM_BLOCKS, max_num_seqs=SEQS)
+    driver.admit(job)
+    driver.chunk(job)
+    driver.plan()
+    driver.finish()
+    assert job.output == plain[: first + 1]
+    late = Job(prompts()[0], 24, greedy, stop_token_ids=[stop], min_output=20)
+    driver.admit(late)
+    driver.chunk(late)
+    driver.plan()
+    driver.finish()
+    assert stop not in late.output[:20] and len(late.output) >= 20
+
+
+def test_pool_is_measured(tmp_path):
+    """Half a GPU for a tiny model: the pool takes the share it was given, and the step that follows fits."""
+    folder = write_config(tmp_path / "shape", max_position_embeddings=2048, head_dim=64, num_attention_heads=8, num_key_value_heads=2)
+    executor = TorchExecutor(
+        WorkerConfig(run_dir="/unused", model="random", random_weights=str(folder), gpu_memory_utilization=0.5, max_num_seqs=64)
+    )
+    _, num_blocks = executor.load(lambda progress: None)
+    free, total = torch.cuda.mem_get_info()
+    assert num_blocks > 1000
+    assert 0.3 < (total - free) / total < 0.55
+    executor.close()

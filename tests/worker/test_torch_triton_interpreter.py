@@ -1,0 +1,51 @@
+"""The Triton operators behind the whole executor, in Triton's interpreter, against the CPU's operators: same tokens, same calls."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from worker.plan_driver import Driver, Job
+from worker.tiny_model import write_model
+
+from pagecast_wire.sampling import SamplingParams
+from pagecast_worker.backend import cuda_operators
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.torch_executor import TorchExecutor
+
+NUM_BLOCKS = 40
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("tiny"))
+    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=4)
+    made = TorchExecutor(config)
+    made.load(lambda progress: None)
+    return made
+
+
+def outputs(executor) -> list[list[int]]:
+    """Three sequences of different kinds, one of them prefilled in chunks beside the others."""
+    driver = Driver(executor, NUM_BLOCKS, max_num_seqs=4, max_model_len=128)
+    samplings = (
+        SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=7), SamplingParams(temperature=0.8, top_k=20, seed=9),
+    )
+    jobs = [Job([(7 * i + 11 * n) % 500 + 3 for i in range(5 + 17 * n)], 6, sampling) for n, sampling in enumerate(samplings)]
+    for job in jobs[:2]:
+        driver.admit(job)
+        driver.chunk(job)
+    driver.plan()
+    driver.admit(jobs[2])
+    while jobs[2].computed < jobs[2].known:
+        driver.chunk(jobs[2], 16)
+        driver.plan()
+    driver.finish()
+    return [job.output for job in jobs]
+
+
+def test_same_tokens_from_both_sets_of_operators(executor, monkeypatch):
+    expected = outputs(executor)
+    monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
+    assert outputs(executor) == expected

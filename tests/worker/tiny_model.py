@@ -1,0 +1,59 @@
+"""Model folders small enough for any test: a config.json, and weights where they are wanted."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 256, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    """config.json of the tiny model with fields changed; None removes one."""
+    values = {name: value for name, value in (TINY | changes).items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """bfloat16 weights of the tiny model by their Hugging Face names."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, query, key = TINY["hidden_size"], TINY["intermediate_size"], 128, 64
+
+    def normal(*shape: int) -> torch.Tensor:
+        centre = 1.0 if len(shape) == 1 else 0.0
+        return torch.normal(centre, 0.08, shape, generator=generator).bfloat16()
+
+    made = {name: normal(TINY["vocab_size"], hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    made["model.norm.weight"] = normal(hidden)
+    for index in range(TINY["num_hidden_layers"]):
+        prefix = f"model.layers.{index}."
+        for part, shape in {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (key, hidden), "self_attn.v_proj": (key, hidden), "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        }.items():
+            made[f"{prefix}{part}.weight"] = normal(*shape)
+    return made
+
+
+def write_model(folder: Path, shards: int = 2, **changes: object) -> Path:
+    """A whole model folder, its tensors dealt out over `shards` files with an index."""
+    write_config(folder, **changes)
+    tensors = weights()
+    names = sorted(tensors)
+    where = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[shard::shards]
+        save_file({name: tensors[name] for name in mine}, folder / file)
+        where |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
