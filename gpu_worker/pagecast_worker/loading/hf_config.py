@@ -16,6 +16,7 @@ _MUST_BE = {
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
     "sliding_window": (None,),
+    "rope_interleaved": (False, None),
     "partial_rotary_factor": (1.0, 1, None),
 }
 """Fields that change what the model computes, and the values under which this code computes the same."""
@@ -27,8 +28,8 @@ _USED = {
 }
 _NO_EFFECT = {
     "attention_dropout", "bos_token_id", "pad_token_id", "unk_token_id", "dtype", "torch_dtype", "initializer_range",
-    "transformers_version", "use_cache", "is_llama_config", "rope_interleaved", "_name_or_path", "transformers.js_config", "output_attentions",
-    "output_hidden_states", "return_dict", "_attn_implementation_autoset", "hidden_dropout", "embedding_dropout", "resid_pdrop",
+    "transformers_version", "use_cache", "is_llama_config", "_name_or_path", "transformers.js_config",
+    "output_attentions", "output_hidden_states", "return_dict", "_attn_implementation_autoset", "hidden_dropout", "embedding_dropout", "resid_pdrop",
 }
 
 

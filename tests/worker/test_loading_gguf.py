@@ -1,0 +1,120 @@
+"""GGUF files: names, permuted rows, every type that can be de-quantized, and broken files."""
+
+import gguf
+import pytest
+import torch
+from worker.smollm2 import GGUF
+from worker.tiny_model import TINY, weights
+
+from pagecast_worker.executor import LoadError
+from pagecast_worker.loading.gguf import GgufCheckpoint, huggingface_name, unpermute
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
+}
+PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """How llama.cpp stores q and k: row i + j * D / 2 of a head goes to row 2 i + j."""
+    rows = weight.shape[0]
+    size = rows // heads
+    order = [head * size + j * size // 2 + i for head in range(heads) for i in range(size // 2) for j in range(2)]
+    return weight[order]
+
+
+def write(path, kind=gguf.GGMLQuantizationType.F32, leave_out=(), architecture="llama"):
+    """The tiny model as a GGUF file, its matrices stored as `kind`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(TINY["max_position_embeddings"])
+    writer.add_embedding_length(TINY["hidden_size"])
+    writer.add_block_count(TINY["num_hidden_layers"])
+    writer.add_feed_forward_length(TINY["intermediate_size"])
+    writer.add_head_count(TINY["num_attention_heads"])
+    writer.add_head_count_kv(TINY["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(20000.0)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(4)
+    for name, tensor in weights().items():
+        if name in leave_out:
+            continue
+        for part, heads in (("q_proj", TINY["num_attention_heads"]), ("k_proj", TINY["num_key_value_heads"])):
+            if part in name:
+                tensor = permuted(tensor, heads)
+        stem = name.removesuffix(".weight").split(".", 3)
+        short = NAMES.get(name) or f"blk.{stem[2]}.{PARTS[stem[3]]}.weight"
+        values = tensor.float().numpy()
+        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else kind
+        if stored == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(short, values)
+        else:
+            writer.add_tensor(short, gguf.quants.quantize(values, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_stored_type_comes_back(tmp_path, kind):
+    checkpoint = GgufCheckpoint(write(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[kind]))
+    assert set(checkpoint.names()) == set(weights())
+    error = {"F32": 0, "F16": 1e-3, "BF16": 1e-6, "Q8_0": 0.01}.get(kind, 0.15)
+    for name, tensor in weights().items():
+        if not name.endswith("v_proj.weight"):
+            found = checkpoint.tensor(name, tuple(tensor.shape)).float()
+            torch.testing.assert_close(found, tensor.float(), rtol=0, atol=error)
+    assert checkpoint.config.quantization == ("" if kind in ("F32", "F16", "BF16") else kind)
+
+
+def test_configuration_comes_from_the_metadata(tmp_path):
+    config = GgufCheckpoint(write(tmp_path / "tiny.gguf")).config
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (4, 2, 32, 512)
+    assert (config.rope_theta, config.eos_token_ids, config.tie_word_embeddings) == (20000.0, (2, 4), False)
+    assert config.rms_norm_eps == pytest.approx(1e-5)
+    tied = GgufCheckpoint(write(tmp_path / "tied.gguf", leave_out=("lm_head.weight",))).config
+    assert tied.tie_word_embeddings
+
+
+def test_real_file_says_what_it_is():
+    config = GgufCheckpoint(GGUF).config
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (576, 30, 9, 3)
+    assert (config.rope_theta, config.tie_word_embeddings, config.eos_token_ids) == (100000.0, True, (2,))
+    assert config.quantization == "Q4_1+Q8_0"
+
+
+def test_unpermute_is_the_inverse():
+    weight = torch.arange(24 * 3).view(24, 3)
+    assert torch.equal(unpermute(permuted(weight, 2), 2), weight)
+
+
+def test_names():
+    assert huggingface_name("blk.12.ffn_gate.weight") == "model.layers.12.mlp.gate_proj.weight"
+    assert huggingface_name("something.else") == "something.else"
+
+
+@pytest.mark.parametrize("keep", [0, 3, 40, 5000])
+def test_truncated_file_is_refused_by_name(tmp_path, keep):
+    path = write(tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(LoadError, match=r"tiny\.gguf: "):
+        checkpoint = GgufCheckpoint(path)
+        for name in checkpoint.names():
+            checkpoint.tensor(name, tuple(weights()[name].shape))
+
+
+def test_unknown_architecture(tmp_path):
+    with pytest.raises(LoadError, match=r"field general\.architecture is 'mamba'"):
+        GgufCheckpoint(write(tmp_path / "tiny.gguf", architecture="mamba"))
+
+
+def test_wrong_shape(tmp_path):
+    checkpoint = GgufCheckpoint(write(tmp_path / "tiny.gguf"))
+    with pytest.raises(LoadError, match=r"tensor model\.norm\.weight has shape \[128\], the configuration asks for \[7\]"):
+        checkpoint.tensor("model.norm.weight", (7,))
