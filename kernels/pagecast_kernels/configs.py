@@ -36,6 +36,20 @@ class Prefill:
     stages: int
 
 
+@dataclass(frozen=True)
+class HopperPrefill:
+    """The warp-specialised prefill of Hopper. tile: KV tokens a step; stages: tiles in flight."""
+
+    tile: int
+    stages: int
+
+
+@functools.cache
+def is_hopper(device: torch.device | str) -> bool:
+    """Whether the device has Hopper's tensor copy engine and warpgroup products (compute capability 9.0)."""
+    return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 @functools.cache
 def processors(device: torch.device | str) -> int:
     """How many streaming multiprocessors the device has; a few on the CPU, where the interpreter stands in."""
@@ -49,11 +63,10 @@ def max_decode_programs(device: torch.device | str) -> int:
 
 
 def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
-    """Launch of paged_decode for query groups of `group` heads."""
-    del batch, num_kv_heads, group
-    if head_dim > 128:
+    """Launch of paged_decode for query groups of `group` heads. Few sequences want fewer, longer shares."""
+    if head_dim > 128 or group > 16:
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
-    return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
+    return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= 128 else 3) * processors(device))
 
 
 def prefill(head_dim: int) -> Prefill:

@@ -143,7 +143,7 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     out: Tensor | None = None,
-    config: configs.Prefill | None = None,
+    config: configs.Prefill | configs.HopperPrefill | None = None,
 ) -> Tensor:
     """See reference.paged_prefill. q, caches and out are contiguous. config overrides the launch table.
 
@@ -156,6 +156,12 @@ def paged_prefill(
     if not tokens or not sequences:
         return out
     config = configs.prefill(dim) if config is None else config
+    if isinstance(config, configs.HopperPrefill):
+        from pagecast_kernels import prefill_hopper  # Gluon, which only this GPU needs
+
+        return prefill_hopper.launch(
+            q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, scale, max_query_len, out, config
+        )  # fmt: skip
     per_tile = max(config.rows // group, 1)
     tiles = min(tokens, max_query_len * sequences) // per_tile + sequences
     factor, cap = configs.score_scale(scale, softcap)

@@ -186,7 +186,7 @@ def _wide_nucleus(
         rounds += 1
         # From the fourth round on a smooth row's bracket may be narrow enough.
         if rounds >= 4:
-            count, whole = _collect(logits, vocab, low, high, top, inverse, candidates, TILE, CANDIDATES)
+            count, _ = _collect(logits, vocab, low, high, top, inverse, candidates, TILE, CANDIDATES)
             if count <= CANDIDATES:
                 index = tl.arange(0, CANDIDATES)
                 x = tl.load(candidates + index, index < count, float("-inf"))
