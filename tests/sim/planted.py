@@ -237,14 +237,14 @@ def bypass_is_ignored(patch: Patch) -> None:
 
 @mutation
 def partial_block_shared_without_a_copy(patch: Patch) -> None:
-    """Siblings share the block that the end of the prompt fills in part, and each writes into it."""
+    """A sibling is given the block that the end of the prompt fills in part and the other's own output fills up."""
     original = prefilling._shared
 
     def shared(s: State, seq: Any) -> Any:
         hits = original(s, seq)
         reach = (len(hits) + 1) * s.config.block_size
         for sibling in seq.request.sequences:
-            if sibling is not seq and sibling.row >= 0 and s.rows.decoding[sibling.row] and seq.num_tokens >= reach:
+            if sibling is not seq and sibling.row >= 0 and s.rows.decoding[sibling.row] and seq.num_tokens > reach:
                 return s.kv.table.row(sibling.row)[: len(hits) + 1]
         return hits
 
