@@ -28,9 +28,8 @@ _USED = {
 }
 _NO_EFFECT = {
     "attention_dropout", "bos_token_id", "pad_token_id", "unk_token_id", "dtype", "torch_dtype", "initializer_range",
-    "transformers_version", "use_cache",
-    "is_llama_config", "_name_or_path", "transformers.js_config",
-    "output_attentions", "output_hidden_states", "return_dict", "_attn_implementation_autoset", "hidden_dropout", "embedding_dropout", "resid_pdrop",
+    "transformers_version", "use_cache", "is_llama_config", "_name_or_path", "transformers.js_config", "output_attentions",
+    "output_hidden_states", "return_dict", "_attn_implementation_autoset", "hidden_dropout", "embedding_dropout", "resid_pdrop",
 }
 
 
