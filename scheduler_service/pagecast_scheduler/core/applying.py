@@ -15,6 +15,7 @@ from pagecast_wire.sampling import FinishReason
 Tokens = NDArray[np.uint32]
 Flags = NDArray[np.uint8]
 ONE = np.uint32(1)
+_NONE = np.zeros(0, np.int64)
 
 
 class ResultError(ValueError):
@@ -59,12 +60,11 @@ def _apply_one(
     if record.limits is not None:
         usable &= record.limits > k
     if not live.all():
-        _apply_detached(s, record.step, cohort, np.flatnonzero(~live), tokens, flags, usable, logprobs, now)
-        live = rows.generation[cohort.rows] == cohort.generations  # a bad row may have made others start over
+        _apply_detached(s, cohort, np.flatnonzero(~live & usable), tokens, flags, logprobs, now)
     if logprobs:
         _emit_logprobs(s, cohort, live & usable, logprobs)
     chosen = live & usable
-    bad = cohort.rows[live & (flags & FLAG_BAD != 0)]
+    bad = np.flatnonzero(flags & FLAG_BAD)
     stopped = cohort.rows[chosen & (flags & FLAG_STOP != 0)]
     if not chosen.all():
         cohort, tokens = _narrow(s, cohort, chosen), tokens[chosen]
@@ -72,9 +72,8 @@ def _apply_one(
     for row in stopped.tolist():
         seq = rows.owner(row)
         s.finish(seq, FinishReason.STOP, now, stop_token_id=int(rows.tokens[row, rows.num_tokens[row] - 1]))
-    for row in bad.tolist():
-        if rows.owners[row] is not None:  # not requeued for having shared another bad row's blocks
-            _end_bad(s, rows.owner(row), now)
+    if len(bad):
+        _apply_bad(s, record, bad, now)
 
 
 def _narrow(s: State, cohort: Cohort, chosen: NDArray[np.bool_]) -> Cohort:
@@ -117,29 +116,21 @@ def _first_tokens(s: State, record: InFlight, now: int) -> None:
 
 
 def _apply_detached(
-    s: State, step: int, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, usable: NDArray[np.bool_],
-    logprobs: dict[int, tuple[float, bytes, bytes]], now: int,
-) -> None:  # fmt: skip
+    s: State, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, logprobs: dict[int, tuple[float, bytes, bytes]], now: int
+) -> None:
     """Rows that are no longer who they were: last results of sequences that wait for them; anything else is stale and ignored."""
     for at in positions.tolist():
         entry = s.detached.get((int(cohort.rows[at]), int(cohort.generations[at])))
         if entry is None:
-            if flags[at] & FLAG_BAD:  # whose it was is forgotten, so everything that its step filled is suspect
-                suspect = np.array(s.kv.cache.planned_in(step), np.int64)
-                s.kv.forget(suspect)
-                _start_over(s, suspect, now)
             continue
         seq = entry.seq
-        if flags[at] & FLAG_BAD:
-            _end_bad(s, seq, now)
-        elif usable[at]:
-            if at in logprobs:
-                s.outputs.add_logprobs(seq.request.slot, _token_logprobs(seq, seq.num_output_tokens, logprobs[at]))
-            _append_detached(s, entry, tokens[at : at + 1])
-            if flags[at] & FLAG_STOP:
-                s.finish(seq, FinishReason.STOP, now, stop_token_id=int(tokens[at]))
-            elif entry.num_pending == 0:
-                s.finish(seq, FinishReason.LENGTH, now)
+        if at in logprobs:
+            s.outputs.add_logprobs(seq.request.slot, _token_logprobs(seq, seq.num_output_tokens, logprobs[at]))
+        _append_detached(s, entry, tokens[at : at + 1])
+        if flags[at] & FLAG_STOP:
+            s.finish(seq, FinishReason.STOP, now, stop_token_id=int(tokens[at]))
+        elif entry.num_pending == 0:
+            s.finish(seq, FinishReason.LENGTH, now)
 
 
 def _append_detached(s: State, entry: Detached, token: Tokens) -> None:
@@ -152,24 +143,59 @@ def _append_detached(s: State, entry: Detached, token: Tokens) -> None:
     s.totals.output_tokens += 1
 
 
+def _apply_bad(s: State, record: InFlight, positions: Index, now: int) -> None:
+    """Rows whose logits were not numbers. One that shares another's blocks may be bad for that alone: so sources end first, and whoever
+    shared with them starts over instead of ending."""
+    cohort, bad, is_stale = record.cohort, [], False
+    for at in positions.tolist():
+        row, generation = int(cohort.rows[at]), int(cohort.generations[at])
+        entry = s.detached.get((row, generation))
+        if s.rows.generation[row] == generation:
+            bad.append(s.rows.owner(row))
+        elif entry is not None:
+            bad.append(entry.seq)
+        else:
+            is_stale = True
+    if is_stale:  # whose it was is forgotten, so everything that its step filled is suspect
+        suspect = np.array(s.kv.cache.planned_in(record.step), np.int64)
+        s.kv.forget(suspect)
+        _start_over(s, suspect, now)
+    for seq in sorted(bad, key=lambda seq: _shares_with(s, seq, bad)):
+        if seq.row >= 0 or seq.detached is not None:  # not told to start over
+            _end_bad(s, seq, now)
+
+
+def _blocks_of(s: State, seq: Sequence) -> tuple[Index, Index]:
+    """(shared when it was admitted, its own) blocks of a sequence in a row or detached from one; nothing for any other."""
+    blocks = s.detached[seq.detached].blocks if seq.detached is not None else s.kv.table.row(seq.row) if seq.row >= 0 else _NONE
+    split = seq.hit_tokens // s.config.block_size
+    return blocks[:split], blocks[split:]
+
+
+def _shares_with(s: State, seq: Sequence, others: list[Sequence]) -> bool:
+    """Whether it was admitted onto blocks that one of the others computed."""
+    shared, _ = _blocks_of(s, seq)
+    return any(bool(np.isin(shared, _blocks_of(s, other)[1]).any()) for other in others if other is not seq)
+
+
 def _end_bad(s: State, seq: Sequence, now: int) -> None:
     """The row's logits were not numbers: the sequence ends, and nothing that it computed itself may be found again."""
-    blocks = s.kv.table.row(seq.row) if seq.detached is None else s.detached[seq.detached].blocks
-    own = blocks[seq.hit_tokens // s.config.block_size :]
+    _, own = _blocks_of(s, seq)
     s.kv.forget(own)
     s.finish(seq, FinishReason.NUMERIC_FAULT, now)
     _start_over(s, own, now)
 
 
 def _start_over(s: State, bad: Index, now: int) -> None:
-    """Whoever shares one of the bad blocks computes all of it again."""
+    """Whoever was admitted onto one of the bad blocks computes all from there on again. Who merely has one by now took it afresh."""
     for seq in s.rows.running():
-        shared = np.flatnonzero(np.isin(s.kv.table.row(seq.row), bad))
-        if len(shared):
-            s.kv.forget(s.kv.table.row(seq.row)[shared[0] :])
+        shared, own = _blocks_of(s, seq)
+        first = np.flatnonzero(np.isin(shared, bad))
+        if len(first):
+            s.kv.forget(np.concatenate([shared[first[0] :], own]))
             s.preempt(seq, now, keep_content=False)
     for entry in list(s.detached.values()):
-        if np.isin(entry.blocks, bad).any():
+        if np.isin(_blocks_of(s, entry.seq)[0], bad).any():
             s.reattach(entry.seq, now)
 
 

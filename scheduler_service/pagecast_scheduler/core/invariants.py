@@ -46,7 +46,8 @@ def _check_blocks(s: State) -> None:
     _require(np.array_equal(np.sort(free), np.flatnonzero(pool.ref_count == 0)), "free lists are not the unreferenced blocks")
     _require(bool(pool.has_content[cached].all()) and not pool.has_content[clean].any(), "a free block is in the wrong list")
     if not s.requests:
-        _require(pool.num_referenced == sum(len(blocks) for blocks in pool.held()), "idle, but blocks are referenced")
+        held = {block for blocks in pool.held() for block in blocks.tolist()}
+        _require(pool.num_referenced == len(held), "idle, but blocks are referenced")
 
 
 def _check_rows(s: State) -> None:
