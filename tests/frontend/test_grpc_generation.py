@@ -124,6 +124,23 @@ async def test_cancel_gives_exactly_one_abort(rig: Rig, streaming: bool) -> None
     assert rig.scheduler.aborted() == [submit.key]
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_cancel_before_acceptance_gives_exactly_one_abort(rig: Rig, streaming: bool) -> None:
+    if streaming:
+        call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec(request_id="early")))
+    else:
+        call = rig.generation.Generate(pb.GenerateRequest(spec=spec(request_id="early")))
+    submit = await rig.scheduler.next(Submit)
+    call.cancel()
+    await rig.scheduler.next(Abort)
+    again = rig.generation.Generate(pb.GenerateRequest(spec=spec(request_id="early")))
+    await rig.scheduler.tokens(submit.key, 0, [1], finished(submit.key, 1))
+    second = await rig.scheduler.accept(2)
+    await rig.scheduler.tokens(second.key, 0, [1], finished(second.key, 1))
+    await again
+    assert rig.scheduler.aborted() == [submit.key]
+
+
 async def test_a_deadline_is_passed_on_and_ends_with_one_abort(rig: Rig) -> None:
     call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec()), timeout=1.0)
     submit = await rig.scheduler.accept()

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagecast.v1 import generation_pb2 as pb
+from pagecast_scheduler.frontend import engine_client
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.namespace import derive, load_key
 from pagecast_scheduler.frontend.tokenizer import byte_alphabet
@@ -216,6 +217,36 @@ async def test_output_that_was_complete_is_not_asked_for_again(rig: Rig) -> None
     ends = [(await collect(call))[2][-2].sequence_finished for call in (lengthy, stopped, ended)]
     assert [e.reason for e in ends] == [pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP, pb.FINISH_REASON_STOP]
     assert ends[1].stop_text == "b" and ends[2].stop_token_id == 2
+
+
+async def test_a_silent_scheduler_is_not_serving_and_a_lost_one_ends_its_streams(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = health_pb2_grpc.HealthStub(rig.channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    call = stream(rig)
+    submit = await rig.scheduler.accept()
+    await rig.scheduler.tokens(submit.key, 0, [104, 105])
+    await call.read()
+    await call.read()
+    await rig.scheduler.close()
+    monkeypatch.setattr(engine_client, "SILENT_AFTER_S", 0.5)
+    async with asyncio.timeout(20):
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.generation.Generate(pb.GenerateRequest(spec=spec()))
+    assert details(caught.value)[1]["ErrorInfo"].reason == "RECOVERING"
+    assert not call.done()
+    monkeypatch.setattr(engine_client, "LOST_AFTER_S", 0.5)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call)
+    info = details(caught.value)[1]["ErrorInfo"]
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert info.reason == "SCHEDULER_LOST" and info.metadata["emitted_tokens"] == "2"
+    rig.scheduler = FakeScheduler(rig.run_dir, "three")
+    await rig.scheduler.next(Ready)
+    assert rig.scheduler.all(Submit) == []
+    monkeypatch.undo()
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_before_the_engine_is_known_calls_are_refused_as_starting(run_dir: Path) -> None:
