@@ -174,20 +174,18 @@ class TorchExecutor:
         staging.begin()
         packet = Packet()
         self.state.pack(changes, packet)
-        for blocks in (changes.copy_from, changes.copy_to):
+        clears = self.backend.clear_blocks and len(changes.fresh_blocks) > 0
+        for blocks in [changes.copy_from, changes.copy_to] if len(changes.copy_from) else []:
             packet.add(blocks)
-        if self.backend.clear_blocks:
+        if clears:
             packet.add(changes.fresh_blocks)
         sent = self._pack_rows(schedule, book, packet)
         parts = packet.upload(staging)
         self.state.unpack(changes, parts)
-        source, target = parts.pop(0), parts.pop(0)
         if len(changes.copy_from):
-            self.cache.copy(self.ops, source, target)
-        if self.backend.clear_blocks:
-            fresh = parts.pop(0)
-            if len(fresh):
-                self.cache.clear(fresh)
+            self.cache.copy(self.ops, parts.pop(0), parts.pop(0))
+        if clears:
+            self.cache.clear(parts.pop(0))
         self._run(schedule, parts, sent)
         return _Pending(plan, [schedule.sample_rows, *schedule.later], staging.download())
 

@@ -1,0 +1,170 @@
+"""The torch executor on a tiny model: padding, copies, early stops, wrong plans, and what one plan may ask for."""
+
+import numpy as np
+import pytest
+import torch
+from worker.plan_driver import Driver, Job
+from worker.tiny_model import write_model
+
+from pagecast_wire.codec import pack_u32
+from pagecast_wire.plan import StartEpoch, StepPlan
+from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP
+from pagecast_wire.sampling import SamplingParams
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import PlanError
+from pagecast_worker.graphs import DecodeGraphs, buckets
+from pagecast_worker.torch_executor import TorchExecutor, join_steps
+
+NUM_BLOCKS = 60
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class ReplayedHere(DecodeGraphs):
+    """Graphs without CUDA: a replay computes the padded bucket again, into the same row buffer."""
+
+    def replay(self, count, sent):
+        size = self._bucket(count)
+        if sent is not None:
+            self.rows[:size].copy_(sent)
+        return self._decode(self.rows[:size])
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("tiny"))
+    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=8)
+    made = TorchExecutor(config)
+    made.load(lambda progress: None)
+    return made
+
+
+def driver_of(executor):
+    return Driver(executor, NUM_BLOCKS, max_num_seqs=8, max_model_len=128)
+
+
+def jobs_of(count, output=9, sampling=GREEDY):
+    return [Job([(7 * i + 11 * n) % 500 + 3 for i in range(6 + 9 * n)], output + n, sampling) for n in range(count)]
+
+
+def run(executor, jobs, num_steps=1):
+    driver = driver_of(executor)
+    for job in jobs:
+        driver.admit(job)
+        driver.chunk(job)
+    driver.plan()
+    while not all(job.done for job in jobs):
+        driver.plan(num_steps)
+    return [job.output for job in jobs]
+
+
+def test_buckets_cover_every_batch():
+    assert buckets(1) == [1]
+    assert buckets(6) == [1, 2, 4, 6]
+    assert buckets(24) == [1, 2, 4, 8, 16, 24]
+    assert buckets(256)[-2:] == [248, 256]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=5), SamplingParams(temperature=0.7, top_p=0.8, seed=5)])
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_padded_buckets_compute_the_same(executor, monkeypatch, sampling, num_steps):
+    expected = run(executor, jobs_of(5, sampling=sampling))
+    graphs = ReplayedHere(executor._decode, 8, executor.state.padding, torch.device("cpu"))
+    monkeypatch.setattr(executor, "_graphs", graphs)
+    with torch.inference_mode():
+        assert run(executor, jobs_of(5, sampling=sampling), num_steps) == expected
+
+
+def test_company_and_preemption_do_not_change_a_random_row(executor):
+    sampling = SamplingParams(temperature=1.0, seed=1 << 63 | 12345)
+    alone = run(executor, jobs_of(1, 12, sampling))[0]
+    driver = driver_of(executor)
+    jobs = jobs_of(4, 12, sampling)
+    for job in reversed(jobs):
+        driver.admit(job)
+        driver.chunk(job)
+    for _ in range(5):
+        driver.plan()
+    driver.release(jobs[0])
+    driver.plan()
+    driver.admit(jobs[0])
+    driver.chunk(jobs[0])
+    driver.plan()
+    driver.finish()
+    assert jobs[0].output == alone
+
+
+def test_stop_id_ends_a_row_but_not_before_min_tokens(executor):
+    plain = run(executor, jobs_of(1, 12))[0]
+    stop = plain[4]
+    job = Job(jobs_of(1)[0].prompt, 12, GREEDY, stop_token_ids=[500, stop])
+    assert run(executor, [job]) == [plain[: plain.index(stop) + 1]]
+    assert job.flags[-1] & FLAG_STOP
+    late = Job(jobs_of(1)[0].prompt, 12, GREEDY, stop_token_ids=[stop], min_output=10)
+    output = run(executor, [late])[0]
+    assert stop not in output[:10] and len(output) >= 10
+
+
+def test_copied_blocks_hold_what_the_source_held(executor):
+    expected = run(executor, [Job(list(range(10, 42)), 6)])[0]
+    driver = driver_of(executor)
+    first = Job(list(range(10, 42)), 6)
+    driver.admit(first)
+    driver.chunk(first, 16)
+    driver.plan()
+    target = driver.free.pop()
+    executor.submit(StepPlan(driver.epoch, driver.step + 1, copy_from=pack_u32(first.blocks[:1]), copy_to=pack_u32([target])))
+    driver.step += 1
+    assert executor.collect(wait=True).tokens == b""
+    driver.release(first)
+    second = Job(first.prompt, 6)
+    driver.admit(second, shared=[target])
+    driver.chunk(second)
+    driver.plan()
+    driver.finish()
+    assert second.output == expected
+
+
+@torch.inference_mode()
+def test_row_that_is_not_a_number_is_flagged_and_leaves_nothing_behind(executor):
+    expected = run(executor, jobs_of(2))
+    weight = executor.model.layers[0].attention.qkv
+    saved = weight.clone()
+    weight.fill_(float("nan"))
+    bad = jobs_of(2, 1)
+    driver = driver_of(executor)
+    for job in bad:
+        driver.admit(job)
+        driver.chunk(job)
+    driver.plan()
+    weight.copy_(saved)
+    assert [job.flags for job in bad] == [[FLAG_BAD], [FLAG_BAD]]
+    assert run(executor, jobs_of(2)) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [
+        ({"released": pack_u32([3])}, "a released row is empty"),
+        ({"released": pack_u32([99])}, "row number"),
+        ({"grown_rows": pack_u32([0]), "grown_blocks": pack_u32([5])}, "a row that grows"),
+        ({"copy_from": pack_u32([NUM_BLOCKS]), "copy_to": pack_u32([1])}, "block id"),
+        ({"chunk_rows": pack_u32([0]), "chunk_starts": pack_u32([0]), "chunk_lengths": pack_u32([4])}, "beyond its row's known tokens"),
+    ],
+)
+def test_plan_that_contradicts_the_rows_is_refused(executor, columns, named):
+    driver_of(executor)
+    with pytest.raises(PlanError, match=named):
+        executor.submit(StepPlan(1, 1, **columns))
+
+
+def test_epoch_larger_than_the_pool_is_refused(executor):
+    with pytest.raises(PlanError, match="num_blocks must be at most"):
+        executor.start_epoch(StartEpoch(1, NUM_BLOCKS + 1, 16, 8, 128, 2048))
+
+
+def test_steps_are_joined_with_idle_rows():
+    first = np.array([[10, 20, 30], [0, FLAG_STOP, 0]], dtype=np.int32)
+    second = np.array([[11, 21], [0, 0]], dtype=np.int32)
+    tokens, flags = join_steps([first, second], [np.array([1, 4, 6]), np.array([1, 4])])
+    assert tokens.tolist()[0] == [10, 20, 30] and tokens[1, 0] == 11
+    assert flags.tolist() == [[0, FLAG_STOP, 0], [0, FLAG_IDLE, FLAG_IDLE]]
