@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import socket
 from dataclasses import asdict
 
 from pagecast.cli import arguments
@@ -13,10 +14,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_target(parser)
     parser.set_defaults(timeout=5.0)
     parser.add_argument("--check", action="store_true", help="health alone, for health checks and scripts")
+    parser.add_argument("--run-dir", metavar="FOLDER", help="ask instead whether a scheduler listens in this run directory")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.run_dir is not None:
+        listens = _scheduler_listens(args.run_dir, args.timeout)
+        print("SERVING" if listens else "NOT_SERVING")
+        return 0 if listens else 1
     with Client(args.target) as client:
         health = client.health(timeout=args.timeout)
         code = 0 if health == "SERVING" else 1
@@ -34,6 +40,17 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_model_lines(model)))
         print("\n".join(_load_lines(load)))
     return code
+
+
+def _scheduler_listens(run_dir: str, timeout: float) -> bool:
+    """Whether a process accepts connections on the socket that front ends dial; a socket file alone may be a leftover."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout)
+        try:
+            probe.connect(f"{run_dir}/frontends.ipc")
+        except OSError:
+            return False
+    return True
 
 
 def _model_lines(model: Model) -> list[str]:

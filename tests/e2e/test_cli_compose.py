@@ -1,0 +1,124 @@
+"""docker-compose.yml: valid by the Compose schema, locked down, and its commands do run and heal as processes."""
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compose_spec import ComposeSpecification, PyCompose
+from e2e.cli_server import LIMIT_S, PAGECAST
+
+from pagecast import Client, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "docker-compose.yml"
+SERVICES: dict[str, Any] = yaml.safe_load(FILE.read_text())["services"]
+
+
+@pytest.mark.parametrize("path", [FILE, ROOT / "deploy/docker-compose.gpu.yml"], ids=lambda path: path.name)
+def test_the_file_follows_the_compose_schema(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    ComposeSpecification.model_validate(content)
+    merged = {key: value for key, value in content.items() if not key.startswith("x-")}
+    PyCompose.from_yaml(yaml.safe_dump(merged))
+
+
+def test_the_schema_check_can_fail() -> None:
+    content = yaml.safe_load(FILE.read_text())
+    content["services"]["worker"]["no_such_key"] = 1
+    with pytest.raises(ValueError, match="no_such_key"):
+        ComposeSpecification.model_validate(content)
+
+
+def test_every_role_is_locked_down_watched_and_restarted() -> None:
+    assert set(SERVICES) == {"scheduler", "worker", "frontend"}
+    for service in SERVICES.values():
+        assert service["user"] == "10001:10001" and service["read_only"] is True and service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"] and service["restart"] == "unless-stopped"
+        assert service["healthcheck"]["test"][:2] == ["CMD", "pagecast"]
+        assert "run:/run/pagecast" in service["volumes"]
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES["frontend"]["ports"])
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
+    assert {service["build"]["target"] for service in SERVICES.values()} <= set(stages)
+    assert (ROOT / "deploy/Dockerfile").read_text().count("USER 10001:10001") == 3
+
+
+class Host:
+    """Runs the services' commands on this host, as compose would in containers: run directory and port are put in their place."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._logs = run_dir.parent
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str) -> None:
+        words = [self._here(word) for word in SERVICES[name]["command"]]
+        extra = ["--port", "0", "--drain-announce-s", "0"] if name == "frontend" else []
+        log = open(self._logs / f"{name}.log", "ab")
+        with log:
+            self.running[name] = subprocess.Popen([*PAGECAST, *words, *extra], stdout=log, stderr=log)
+
+    def healthy(self, name: str) -> bool:
+        _, _, *words = SERVICES[name]["healthcheck"]["test"]
+        address = self._run_dir / "frontend-0.address"
+        port = address.read_text().strip().rpartition(":")[2] if address.exists() else "1"
+        words = [self._here(word).replace("50051", port) for word in words]
+        return subprocess.run([*PAGECAST, *words], capture_output=True, timeout=LIMIT_S).returncode == 0
+
+    def wait_healthy(self, name: str) -> None:
+        end = time.monotonic() + 2 * LIMIT_S
+        while not self.healthy(name):
+            assert time.monotonic() < end and self.running[name].poll() is None, (self._logs / f"{name}.log").read_text()
+            time.sleep(0.2)
+
+    def target(self) -> str:
+        return "127.0.0.1:" + (self._run_dir / "frontend-0.address").read_text().strip().rpartition(":")[2]
+
+    def _here(self, word: str) -> str:
+        return re.sub(r"\$\{\w+:-(.*)\}", r"\1", word).replace("/run/pagecast", str(self._run_dir))
+
+
+@contextmanager
+def host(run_dir: Path) -> Iterator[Host]:
+    run_dir.mkdir(mode=0o700)
+    here = Host(run_dir)
+    try:
+        yield here
+    finally:
+        for process in here.running.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(600)
+def test_its_commands_serve_and_heal_as_processes(tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=8)
+    with host(tmp_path / "run") as here:
+        here.start("scheduler")
+        here.wait_healthy("scheduler")
+        here.start("worker")
+        here.start("frontend")
+        here.wait_healthy("frontend")
+        assert here.healthy("worker")
+        with Client(here.target()) as client:
+            expected = client.generate("The capital of France is", sampling).token_ids
+        for victim in ("worker", "scheduler"):
+            here.running[victim].kill()
+            here.running[victim].wait()
+            here.start(victim)  # what the restart policy does
+            here.wait_healthy(victim)
+            with Client(here.target()) as client:
+                end = time.monotonic() + 2 * LIMIT_S
+                while client.load().state != "serving" or client.health() != "SERVING":
+                    assert time.monotonic() < end
+                    time.sleep(0.2)
+                assert client.generate("The capital of France is", sampling, timeout=LIMIT_S).token_ids == expected
+        for name in ("frontend", "scheduler", "worker"):
+            here.running[name].send_signal(signal.SIGTERM)
+        assert {name: process.wait(timeout=LIMIT_S) for name, process in here.running.items()} == dict.fromkeys(here.running, 0)
