@@ -28,6 +28,8 @@ class Backend:
         self.device = device
         self.config = config
         self.is_cuda = device.type == "cuda"
+        if device.index is not None and self.is_cuda:
+            torch.cuda.set_device(device)  # Triton launches on the current device
         self.dtype = self._dtype(shape)
         self.use_graphs = self.is_cuda and not config.enforce_eager
         self.clear_blocks = not self.is_cuda

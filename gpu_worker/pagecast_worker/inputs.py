@@ -8,7 +8,6 @@ position, and sent in one packet; only the decoding rows' last tokens are filled
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pagecast_worker.batch_state import LAST_TOKEN, NUM_TOKENS, BatchState
@@ -38,8 +37,8 @@ def decode_inputs(state: BatchState, rows: Tensor, block_size: int) -> tuple[Ste
     sampling = sample_inputs(state, rows)
     lengths = sampling.scalars[NUM_TOKENS]
     positions = (lengths - 1).clamp_(min=0)
-    blocks = state.table[sampling.rows, positions // block_size].long()
-    slots = torch.where(lengths > 0, blocks * block_size + positions % block_size, -1)
+    blocks = state.table[sampling.rows, (positions // block_size).long()].long()
+    slots = (blocks * block_size + positions % block_size).masked_fill_(lengths == 0, -1)
     step = StepInputs(
         token_ids=sampling.scalars[LAST_TOKEN], positions=positions, slot_mapping=slots, block_table=state.table,
         num_decodes=rows.shape[0], decode_rows=rows, decode_seq_lens=lengths,

@@ -48,12 +48,16 @@ def num_blocks_for(config: WorkerConfig, device: torch.device, bytes_per_block: 
 
 
 def peak_step(executor: "TorchExecutor") -> None:
-    """The largest step there can be: a full token budget of prefill, and logits and samples of every row. Writes no KV."""
-    config, device, state = executor.config, executor.device, executor.state
-    tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
-    if device.type == "cpu":
+    """The largest step there can be: a full token budget of prefill, and logits and samples of every row."""
+    tokens, rows = executor.config.max_num_batched_tokens, executor.config.max_num_seqs
+    if executor.device.type == "cpu":
         tokens, rows = min(tokens, 64), 1  # nothing is measured here, only warmed up
-    length = min(tokens, executor.max_model_len)
+    prefill_step(executor, tokens, min(tokens, executor.max_model_len), rows)
+
+
+def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int) -> None:
+    """Prefill `tokens` in chunks of `length` and sample for `rows` rows, all of them the padding row. Writes no KV."""
+    device, state = executor.device, executor.state
     starts = torch.arange(0, tokens + length, length, device=device, dtype=torch.int32).clamp_(max=tokens)
     lengths = starts[1:] - starts[:-1]
     step = StepInputs(

@@ -23,7 +23,7 @@ from pagecast_worker.graphs import Decoded, DecodeGraphs
 from pagecast_worker.inputs import decode_inputs, pack_mixed, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import load_model, max_model_len, open_checkpoint
-from pagecast_worker.memory import num_blocks_for, peak_step
+from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.models.llama import Llama
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import forbid_early_stops, sample_rows
@@ -54,6 +54,8 @@ class TorchExecutor:
     @torch.inference_mode()
     def load(self, report: ReportProgress) -> tuple[ModelFacts, int]:
         config = self.config
+        if config.tensor_parallel_size != 1:
+            raise LoadError(f"tensor_parallel_size must be 1 with the torch executor, got {config.tensor_parallel_size}")
         checkpoint = open_checkpoint(config, self.device)
         shape = checkpoint.config
         self.max_model_len = max_model_len(config, shape)
@@ -113,11 +115,15 @@ class TorchExecutor:
             report(LoadProgress(rank=rank, phase="warm-up", done=done, total=total))
 
         progress(0, 1)
+        null = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.cache.copy(self.ops, null, null)
+        for size in warm_sizes(self.config.max_num_seqs) if self.backend.is_cuda else [1]:
+            prefill_step(self, size, 1, 1)
+            self._decode(torch.full((size,), padding, dtype=torch.int32, device=self.device))
         if self.backend.use_graphs:
             self._graphs = DecodeGraphs(self._decode, self.config.max_num_seqs, padding, self.device)
             self._graphs.capture(progress)
         else:
-            self._decode(torch.tensor([padding], dtype=torch.int32, device=self.device))
             progress(1, 1)
 
     # --- epochs and plans
@@ -251,6 +257,13 @@ class TorchExecutor:
         if schedule.early[0]:
             logits = forbid_early_stops(logits, sampling)
         self.backend.staging.keep(sample_rows(self.ops, self.state, logits, sampling))
+
+
+def warm_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that between them need every compiled variant: kernels are specialised by the power of two that holds
+    the number, and by whether it is 1 or a multiple of 16."""
+    powers = [1 << bit for bit in range(max_num_seqs.bit_length())]
+    return sorted({size for power in powers for size in (power - 1, power) if size > 0} | {max_num_seqs})
 
 
 def join_steps(arrays: list[np.ndarray], sub_rows: list[Int]) -> tuple[np.ndarray, np.ndarray]:
