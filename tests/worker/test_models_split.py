@@ -1,0 +1,64 @@
+"""A model split over two ranks: the ranks' parts add up to, or join into, what one rank computes."""
+
+import pytest
+import torch
+from worker.tiny_model import write_model
+
+from pagecast_worker import cpu_ops
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError
+from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.loading.load import load_model, open_checkpoint
+from pagecast_worker.parallel import Ranks
+
+CPU = torch.device("cpu")
+
+
+def load(folder, size, rank):
+    config = WorkerConfig(run_dir="/unused", model=str(folder), tensor_parallel_size=size, rank=rank, device="cpu")
+    return load_model(config, open_checkpoint(config, CPU), CPU, torch.float32, lambda progress: None).model
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """The whole model and its two halves, whose collectives leave partial results as they are."""
+    monkeypatch.setattr(Ranks, "all_reduce", lambda self, tensor: tensor)
+    monkeypatch.setattr(Ranks, "all_gather", lambda self, tensor: tensor)
+    folder = write_model(tmp_path)
+    return load(folder, 1, 0), [load(folder, 2, rank) for rank in range(2)]
+
+
+def test_parts_add_up(models):
+    whole, halves = models
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([0, 255, 256, 511, 7], dtype=torch.int32)
+
+    def same(compute, join):
+        torch.testing.assert_close(join([compute(half) for half in halves]), compute(whole), rtol=1e-5, atol=1e-5)
+
+    same(lambda model: model.layers[1].feed_forward.forward(cpu_ops, x), sum)
+    same(lambda model: model.embedding.forward(cpu_ops, ids), sum)
+    same(lambda model: model.logits(cpu_ops, x), lambda parts: torch.cat(parts, -1))
+    assert {half.layers[0].attention.qkv.shape for half in halves} == {torch.Size([128, 128])}
+
+
+def test_attention_of_both_ranks_adds_up(models):
+    whole, halves = models
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(1))
+    step = StepInputs(
+        token_ids=torch.zeros(6, dtype=torch.int32), positions=torch.arange(6, dtype=torch.int32), slot_mapping=torch.arange(16, 22),
+        block_table=torch.tensor([[1]], dtype=torch.int32), num_decodes=0, decode_rows=torch.zeros(0, dtype=torch.int32),
+        decode_seq_lens=torch.zeros(0, dtype=torch.int32), num_prefills=1, prefill_rows=torch.tensor([0], dtype=torch.int32),
+        prefill_seq_lens=torch.tensor([6], dtype=torch.int32), query_start_loc=torch.tensor([0, 6], dtype=torch.int32), max_query_len=6,
+    )
+
+    def attend(model):
+        k_cache, v_cache = (torch.zeros(2, model.num_kv_heads, 16, 32) for _ in range(2))
+        return model.layers[0].attention.forward(cpu_ops, x, step, model.cos_sin, k_cache, v_cache)
+
+    torch.testing.assert_close(attend(halves[0]) + attend(halves[1]), attend(whole), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path):
+    with pytest.raises(LoadError, match="tensor_parallel_size must divide num_key_value_heads, got 4 for 2"):
+        load(write_model(tmp_path), 4, 0)
