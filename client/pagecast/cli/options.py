@@ -129,3 +129,16 @@ def words(taker: str, given: Mapping[str, Any]) -> list[str]:
 
 def _shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def markdown() -> str:
+    """The table of `serve`'s options in the README."""
+    rows = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for option in of(SERVE):
+        default = "" if option.default is None else _shown(option.default)
+        rows.append(f"| `{option.flag}` | {default} | {option.help.replace('|', '/')} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(markdown())
