@@ -36,8 +36,9 @@ class Transformers:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        quiet: Any = logging
+        quiet.set_verbosity_error()
+        quiet.disable_progress_bar()
         path = models.resolve(model)
         where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} if path.is_file() else {
             "pretrained_model_name_or_path": path}
