@@ -38,7 +38,8 @@ def main() -> None:
         generate(Path(folder))
         fresh = {p.name: p for p in Path(folder, "pagecast/v1").iterdir()}
         kept = {p.name: p for p in (OUT / "pagecast/v1").glob("*_pb2*")}
-        stale = sorted(n for n in fresh.keys() | kept.keys() if n not in fresh or n not in kept or not filecmp.cmp(fresh[n], kept[n], False))
+        names = fresh.keys() | kept.keys()
+        stale = sorted(n for n in names if n not in fresh or n not in kept or not filecmp.cmp(fresh[n], kept[n], False))
     if stale:
         raise SystemExit(f"generated code is out of date, run protos/generate.py: {', '.join(stale)}")
 

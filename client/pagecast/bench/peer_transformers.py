@@ -10,10 +10,11 @@ def start(settings: dict[str, Any]) -> Run:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    loader: Any = AutoModelForCausalLM
     config = AutoConfig.from_pretrained(settings["folder"])
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = loader.from_config(config, dtype=dtype).eval()
 
     def run(prompts: list[list[int]], counts: list[int]) -> int:
         width = max(len(prompt) for prompt in prompts)

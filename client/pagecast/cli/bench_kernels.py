@@ -28,7 +28,7 @@ def attention_metrics(cases: Any, parts: set[str]) -> dict[str, float]:
     """Microseconds, TB/s or TFLOP/s, and FlashAttention 3's time over ours, of decode, prefill and mixed batches."""
     pool = cases.Pool.make(66_000)
     found: dict[str, float] = {}
-    shapes = {f"decode.{name}": (lengths(name), None) for name in _ATTENTION["decode"]}
+    shapes: dict[str, tuple[list[int], list[int] | None]] = {f"decode.{name}": (lengths(name), None) for name in _ATTENTION["decode"]}
     shapes |= {f"decode.ragged{count}": (cases.ragged(count), None) for count in (64, 256)}
     shapes |= {f"prefill.{name}": (lengths(name), lengths(name)) for name in _ATTENTION["prefill"]}
     shapes["mixed.64x1024+2048"] = ([1024] * 64 + [2048], [1] * 64 + [2048])

@@ -36,7 +36,7 @@ def write_back(path: Path, found: dict[str, dict[str, Any]]) -> None:
     import tomlkit
 
     document = tomlkit.parse(path.read_text())
-    for table in document["target"]:  # type: ignore[union-attr]
+    for table in document["target"]:
         table.update(found.get(table["id"], {}))
     path.write_text(tomlkit.dumps(document))
 

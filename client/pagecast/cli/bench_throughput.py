@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 def metrics_of(args: argparse.Namespace, table: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
     """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for load, row in table.items():
         start = f"throughput.{args.random_weights}.{load}"
         for engine, cells in row.items():
