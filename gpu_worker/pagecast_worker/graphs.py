@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,8 @@ class Decoded:
 
 
 def buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, then multiples of 8, the last one holding max_num_seqs."""
-    top = -(-max_num_seqs // 8) * 8
-    return [size for size in (1, 2, 4) if size < max_num_seqs] + [*range(8, top, 8), max_num_seqs]
+    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 up to 64 and of 32 from there, the last one holding max_num_seqs."""
+    return [size for size in (1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 32)) if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
@@ -39,12 +39,10 @@ class DecodeGraphs:
         self._held: tuple[int, bytes] = (0, b"")
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
 
-    def capture(self, progress: Callable[[int, int], None]) -> None:
+    def capture(self, pool: Any, progress: Callable[[int, int], None]) -> None:
         """Capture every bucket, largest first so that the smaller ones fit into its memory. progress: done and total."""
-        pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes), 1):
-            for _ in range(2):
-                self._decode(self.rows[:size])
+            self._decode(self.rows[:size])
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

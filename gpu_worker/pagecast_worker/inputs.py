@@ -8,10 +8,12 @@ position, and sent in one packet; only the decoding rows' last tokens are filled
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pagecast_worker.batch_state import LAST_TOKEN, NUM_TOKENS, BatchState
 from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.mixed_graphs import PaddedStep
 from pagecast_worker.row_book import RowBook, Schedule
 from pagecast_worker.staging import Packet
 
@@ -44,6 +46,18 @@ def decode_inputs(state: BatchState, rows: Tensor, block_size: int) -> tuple[Ste
         num_decodes=rows.shape[0], decode_rows=rows, decode_seq_lens=lengths,
     )
     return step, sampling
+
+
+def padded_inputs(state: BatchState, padded: PaddedStep, block_size: int) -> tuple[StepInputs, SampleInputs]:
+    """Inputs of a padded step, from tensors alone: the decoding rows' part as in `decode_inputs`, then the prefill tokens."""
+    step, _ = decode_inputs(state, padded.decode_rows, block_size)
+    joined = StepInputs(
+        token_ids=torch.cat((step.token_ids, padded.token_ids)), positions=torch.cat((step.positions, padded.positions)),
+        slot_mapping=torch.cat((step.slot_mapping, padded.slots.long())), block_table=state.table, num_decodes=padded.size.decodes,
+        decode_rows=padded.decode_rows, decode_seq_lens=step.decode_seq_lens, num_prefills=padded.size.chunks, prefill_rows=padded.rows,
+        prefill_seq_lens=padded.seq_lens, query_start_loc=padded.starts, max_query_len=padded.size.tokens,
+    )
+    return joined, sample_inputs(state, padded.sample_rows)
 
 
 def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:

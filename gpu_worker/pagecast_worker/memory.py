@@ -14,7 +14,7 @@ from pagecast_worker.sampler import sample_rows
 if TYPE_CHECKING:
     from pagecast_worker.torch_executor import TorchExecutor
 
-GRAPH_RESERVE = 512 << 20
+GRAPH_RESERVE = 1 << 30
 """Bytes kept for graphs' own memory and the allocator's fragments on a GPU."""
 MIN_BLOCKS = 2
 """The null block and one to work with."""

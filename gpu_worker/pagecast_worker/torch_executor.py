@@ -5,6 +5,7 @@ staging, graphs).
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +21,11 @@ from pagecast_worker.batch_state import BatchState
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, ReportProgress
 from pagecast_worker.graphs import Decoded, DecodeGraphs
-from pagecast_worker.inputs import decode_inputs, pack_mixed, sample_inputs, unpack_mixed
+from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import load_model, max_model_len, open_checkpoint
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
+from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.llama import Llama
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import forbid_early_stops, sample_rows
@@ -48,6 +50,7 @@ class TorchExecutor:
         self._pending: deque[_Pending] = deque()
         self._book: RowBook | None = None
         self._graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
 
     # --- loading
 
@@ -121,10 +124,21 @@ class TorchExecutor:
             prefill_step(self, size, 1, 1)
             self._decode(torch.full((size,), padding, dtype=torch.int32, device=self.device))
         if self.backend.use_graphs:
-            self._graphs = DecodeGraphs(self._decode, self.config.max_num_seqs, padding, self.device)
-            self._graphs.capture(progress)
+            self._capture(progress)
         else:
             progress(1, 1)
+
+    def _capture(self, progress: Callable[[int, int], None]) -> None:
+        """Graphs of decode steps and of mixed ones, over one memory pool: at most one of them runs at a time."""
+        config, padding = self.config, self.state.padding
+        pool = torch.cuda.graph_pool_handle()
+        sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, self.model.num_parameters())
+        mixed = MixedGraphs(self._padded, sizes, padding, self.device)
+        graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device)
+        total = len(graphs.sizes) + len(sizes)
+        graphs.capture(pool, lambda done, _: progress(done, total))
+        mixed.capture(pool, lambda done, _: progress(len(graphs.sizes) + done, total))
+        self._graphs, self._mixed_graphs = graphs, mixed
 
     # --- epochs and plans
 
@@ -169,7 +183,7 @@ class TorchExecutor:
     def close(self) -> None:
         self.backend.synchronize()
         self._pending.clear()
-        self._graphs = None
+        self._graphs = self._mixed_graphs = None
 
     # --- one plan
 
@@ -198,7 +212,11 @@ class TorchExecutor:
     def _pack_rows(self, schedule: Schedule, book: RowBook, packet: Packet) -> bool:
         """Adds what the first step of the plan needs. Whether a decode-only step sends row numbers."""
         if not schedule.decode_only:
-            pack_mixed(schedule, book, packet)
+            size = self._mixed_size(schedule)
+            if size is not None and self._mixed_graphs is not None:
+                packet.add(self._mixed_graphs.pack(size, schedule, book))
+            else:
+                pack_mixed(schedule, book, packet)
             return True
         rows = schedule.decode_rows
         if not len(rows):
@@ -246,8 +264,27 @@ class TorchExecutor:
         logits = self.model.logits(self.ops, self.model.forward(self.ops, step, self.cache.layers))
         return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
 
+    def _padded(self, padded: PaddedStep) -> Tensor:
+        """One padded step with prefill chunks; what graphs capture."""
+        step, sampling = padded_inputs(self.state, padded, self.config.block_size)
+        hidden = self.model.forward(self.ops, step, self.cache.layers)
+        logits = self.model.logits(self.ops, hidden.index_select(0, padded.sample_index.long()))
+        return sample_rows(self.ops, self.state, logits, sampling)
+
+    def _mixed_size(self, schedule: Schedule) -> Size | None:
+        """The graph for a step with chunks. None: without one, as where min_tokens forbids stop ids."""
+        if self._mixed_graphs is None or schedule.early[0]:
+            return None
+        return self._mixed_graphs.fitting(schedule)
+
     def _mixed(self, schedule: Schedule, parts: list[Tensor]) -> None:
         """A step with prefill chunks, decoding rows in front. Only rows that sample go through the head."""
+        size = self._mixed_size(schedule)
+        if size is not None and self._mixed_graphs is not None:
+            out = self._mixed_graphs.replay(size, parts[0])
+            if len(schedule.sample_rows):
+                self.backend.staging.keep(out[:, : len(schedule.sample_rows)])
+            return
         step, sample_index, rows = unpack_mixed(schedule, self.state, parts)
         hidden = self.model.forward(self.ops, step, self.cache.layers)
         if not len(schedule.sample_rows):

@@ -1,0 +1,183 @@
+"""CUDA graphs of steps with prefill chunks, by padded size: a step costs the CPU one upload and one launch.
+
+A padded step has `decodes` places for decoding rows, `tokens` for prefill tokens and `chunks` for their sequences; how much of
+that is real is read on the device. A step that fits no captured size runs without a graph.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagecast_worker.row_book import Int, RowBook, Schedule
+
+CAPTURE_SECONDS = 6.0
+"""What capturing may take at start; sizes beyond that stay without a graph."""
+MAX_CHUNKS = 64
+TOKEN_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+HOST_BOUND_WORK = 8e12
+"""Parameters times tokens up to which a step may be limited by launching it: about 30 ms of a large GPU's products."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Places of a padded step. samples: rows that can draw a token."""
+
+    decodes: int
+    tokens: int
+    chunks: int
+    samples: int
+
+    def parts(self) -> list[int]:
+        """Lengths of the arrays that describe a step, in the order of PaddedStep."""
+        return [self.decodes, self.tokens, self.tokens, self.tokens, self.chunks, self.chunks, self.chunks + 1, self.samples, self.samples]
+
+    def words(self) -> int:
+        return sum(self.parts())
+
+    def holds(self, schedule: Schedule) -> bool:
+        return (
+            len(schedule.decode_rows) <= self.decodes
+            and len(schedule.chunk_rows) <= self.chunks
+            and len(schedule.sample_rows) <= self.samples
+            and int(schedule.chunk_lengths.sum()) <= self.tokens
+        )
+
+
+@dataclass(slots=True)
+class PaddedStep:
+    """int32 views of one buffer. decode_rows[D]; token_ids, positions, slots [T] of the chunks end to end; rows, seq_lens [N];
+    starts[N + 1]; sample_index, sample_rows [M]. Padding: the padding row, slot -1, empty chunks at the end, index 0."""
+
+    size: Size
+    decode_rows: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+    starts: Tensor
+    sample_index: Tensor
+    sample_rows: Tensor
+
+
+def view_step(size: Size, buffer: Tensor) -> PaddedStep:
+    """buffer: int32 [at least size.words()]."""
+    return PaddedStep(size, *buffer[: size.words()].split_with_sizes(size.parts()))
+
+
+def pad_step(size: Size, schedule: Schedule, book: RowBook, padding: int) -> NDArray[np.int32]:
+    """The step as the words of a PaddedStep."""
+    lengths = schedule.chunk_lengths
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    chunk = np.repeat(np.arange(len(lengths)), lengths)
+    positions = schedule.chunk_starts[chunk] + np.arange(len(chunk)) - starts[chunk]
+    rows = schedule.chunk_rows[chunk]
+    decodes = len(schedule.decode_rows)
+    index = np.where(schedule.sample_index < decodes, schedule.sample_index, schedule.sample_index - decodes + size.decodes)
+    values: list[tuple[Int, int]] = [
+        (schedule.decode_rows, padding),
+        (book.known[rows, positions].astype(np.int64), 0),
+        (positions, 0),
+        (book.slots(rows, positions), -1),
+        (schedule.chunk_rows, padding),
+        (schedule.chunk_starts + lengths, 0),
+        (starts, int(starts[-1])),
+        (index, 0),
+        (schedule.sample_rows, padding),
+    ]
+    flat = np.empty(size.words(), dtype=np.int32)
+    begin = 0
+    for (part, fill), places in zip(values, size.parts(), strict=True):
+        flat[begin : begin + len(part)] = part
+        flat[begin + len(part) : begin + places] = fill
+        begin += places
+    return flat
+
+
+def empty_step(size: Size, padding: int) -> NDArray[np.int32]:
+    """Words of a step in which everything is padding."""
+    fills = (padding, 0, 0, -1, padding, 0, 0, 0, padding)
+    return np.concatenate([np.full(places, fill, dtype=np.int32) for fill, places in zip(fills, size.parts(), strict=True)])
+
+
+def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: int) -> list[Size]:
+    """The sizes to capture: a few numbers of decoding rows times growing numbers of tokens, as far as launching can be the limit."""
+    chunks = min(MAX_CHUNKS, max_num_seqs)
+    most = HOST_BOUND_WORK / max(num_parameters, 1)
+    decode_sizes = sorted({min(size, max_num_seqs) for size in (16, 64, 128, 192, 256)} | {max_num_seqs})
+    largest = next((size for size in TOKEN_SIZES if size >= max_num_batched_tokens), TOKEN_SIZES[-1])
+    return [
+        Size(decodes, tokens, min(chunks, tokens), min(decodes + min(chunks, tokens), max_num_seqs))
+        for tokens in TOKEN_SIZES
+        for decodes in decode_sizes
+        if tokens <= largest and (decodes + tokens <= most or tokens == TOKEN_SIZES[0])
+    ]
+
+
+class MixedGraphs:
+    """Captured padded steps over one static input buffer.
+
+    compute: one padded step, giving int32[2, samples]; it must not wait for the device nor look at values on the CPU.
+    """
+
+    def __init__(self, compute: Callable[[PaddedStep], Tensor], sizes: list[Size], padding: int, device: torch.device) -> None:
+        self._compute = compute
+        self._padding = padding
+        self._device = device
+        self.wanted = sizes
+        self._buffer = torch.zeros(max(size.words() for size in sizes), dtype=torch.int32, device=device)
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.ready: list[Size] = []
+
+    def capture(self, pool: Any, progress: Callable[[int, int], None]) -> None:
+        """Capture as many sizes as the time allows, smaller steps first; what fails is left to run without a graph."""
+        began = time.monotonic()
+        for done, size in enumerate(self.wanted, 1):
+            if time.monotonic() - began > CAPTURE_SECONDS:
+                _log.info("out of time for graphs of mixed steps", captured=len(self.ready), wanted=len(self.wanted))
+                break
+            try:
+                self._capture(size, pool)
+            except RuntimeError as error:
+                _log.warning("a mixed step could not be captured", size=str(size), error=str(error).splitlines()[0])
+                break
+            progress(done, len(self.wanted))
+        progress(len(self.wanted), len(self.wanted))
+
+    def _capture(self, size: Size, pool: Any) -> None:
+        step = view_step(size, self._buffer)
+        self._buffer[: size.words()].copy_(torch.from_numpy(empty_step(size, self._padding)))
+        self._compute(step)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            out = self._compute(step)
+        self._graphs[size] = (graph, out)
+        self.ready.append(size)
+
+    def fitting(self, schedule: Schedule) -> Size | None:
+        """The smallest captured size that holds the step."""
+        return min((size for size in self.ready if size.holds(schedule)), key=lambda size: size.decodes + size.tokens, default=None)
+
+    def pack(self, size: Size, schedule: Schedule, book: RowBook) -> NDArray[np.int32]:
+        """What `replay` takes, on the CPU."""
+        return pad_step(size, schedule, book, self._padding)
+
+    def replay(self, size: Size, sent: Tensor) -> Tensor:
+        """One step. sent: what `pack` gave, on the device. int32[2, samples], until the next replay."""
+        self._buffer[: size.words()].copy_(sent)
+        return self._run(size)
+
+    def _run(self, size: Size) -> Tensor:
+        graph, out = self._graphs[size]
+        graph.replay()
+        return out

@@ -1,0 +1,113 @@
+"""Padded steps with prefill chunks compute what unpadded ones do: random plans, with graphs replaced by computing them here."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import numpy as np
+import pytest
+import torch
+from worker.plan_driver import Driver, Job
+from worker.tiny_model import write_model
+
+from pagecast_wire.sampling import SamplingParams
+from pagecast_worker.backend import cuda_operators
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.graphs import DecodeGraphs
+from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step
+from pagecast_worker.torch_executor import TorchExecutor
+
+NUM_BLOCKS = 60
+SIZES = [Size(2, 16, 3, 5), Size(8, 16, 3, 8), Size(8, 48, 3, 8)]
+
+
+class ReplayedHere(DecodeGraphs):
+    """Graphs without CUDA: a replay computes the padded bucket again, into the same row buffer."""
+
+    def replay(self, count, sent):
+        size = self._bucket(count)
+        if sent is not None:
+            self.rows[:size].copy_(sent)
+        return self._decode(self.rows[:size])
+
+
+class MixedHere(MixedGraphs):
+    """Mixed graphs without CUDA. used: sizes that were replayed."""
+
+    def __init__(self, compute, sizes, padding):
+        super().__init__(compute, sizes, padding, torch.device("cpu"))
+        self.ready = list(sizes)
+        self.used = []
+
+    def _run(self, size):
+        self.used.append(size)
+        return self._compute(view_step(size, self._buffer))
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("tiny"))
+    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=8)
+    made = TorchExecutor(config)
+    made.load(lambda progress: None)
+    return made
+
+
+def random_outputs(executor, seed: int, count: int = 10, longest: int = 60) -> list[list[int]]:
+    """Sequences that come and go, prefilled in random chunks beside those that decode."""
+    random = np.random.default_rng(seed)
+    driver = Driver(executor, NUM_BLOCKS, max_num_seqs=8, max_model_len=128)
+    jobs = []
+    for n in range(count):
+        sampling = SamplingParams(temperature=0.0) if n % 2 else SamplingParams(temperature=0.9, top_k=40, seed=seed + n)
+        prompt = random.integers(3, 500, random.integers(1, longest)).tolist()
+        jobs.append(Job(prompt, int(random.integers(1, 9)), sampling, stop_token_ids=[7, 9], min_output=n % 5 == 4 and 2))
+    waiting = list(jobs)
+    while waiting or driver.rows:
+        for job in [job for job in driver.rows.values() if job.done]:
+            driver.release(job)
+        while waiting and len(driver.rows) < 8 and random.random() < 0.6:
+            driver.admit(waiting.pop(0))
+        for job in driver.rows.values():
+            if job.computed < job.known and random.random() < 0.7:
+                driver.chunk(job, int(random.integers(1, 30)))
+        driver.plan()
+    return [job.output for job in jobs]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_padded_steps_give_the_same_tokens(executor, monkeypatch, seed):
+    expected = random_outputs(executor, seed)
+    mixed = MixedHere(executor._padded, SIZES, executor.state.padding)
+    monkeypatch.setattr(executor, "_mixed_graphs", mixed)
+    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, 8, executor.state.padding, torch.device("cpu")))
+    assert random_outputs(executor, seed) == expected
+    assert len(set(mixed.used)) > 1
+
+
+def test_padded_steps_of_the_triton_operators(executor, monkeypatch):
+    expected = random_outputs(executor, 4, count=3, longest=20)
+    mixed = MixedHere(executor._padded, SIZES, executor.state.padding)
+    monkeypatch.setattr(executor, "_mixed_graphs", mixed)
+    monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
+    assert random_outputs(executor, 4, count=3, longest=20) == expected
+    assert mixed.used
+
+
+def test_a_step_of_nothing_but_padding_changes_no_row(executor):
+    before = [tensor.clone() for tensor in (executor.state.scalars[:, :-1], *executor.cache.layers[0])]
+    size = SIZES[0]
+    buffer = torch.from_numpy(empty_step(size, executor.state.padding))
+    with torch.inference_mode():
+        executor._padded(view_step(size, buffer))
+    after = [executor.state.scalars[:, :-1], *executor.cache.layers[0]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_sizes_suit_the_model():
+    small = sizes_for(256, 16384, 135_000_000)
+    large = sizes_for(256, 16384, 8_000_000_000)
+    assert max(size.tokens for size in small) == 4096
+    assert max(size.decodes + size.tokens for size in large) <= 1000
+    assert all(size.samples <= 256 and size.chunks <= size.tokens for size in small + large)
+    assert {size.decodes for size in sizes_for(5, 2048, 1)} == {5}
