@@ -152,11 +152,11 @@ def _paged_decode(
     batch, table_stride, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    SMALL_SHARES: tl.constexpr,
+    SMALL_SHARES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     # Tensor-core tiles have 16 rows or more; parts are combined in tiles of no more rows than there are.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
-    PARTS: tl.constexpr = max(8192 // (OWN * LANES), 1)
+    PARTS: tl.constexpr = max(WARPS * 2048 // (OWN * LANES), 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
     row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
     held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
@@ -265,7 +265,7 @@ def paged_decode(
         q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
         batch, block_table.stride(0), factor, cap,
         num_kv_heads, group, block_size, dim, window, softcap != 0.0, max(triton.next_power_of_2(batch), 2),
-        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, configs.SMALL_SHARES,
+        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, configs.SMALL_SHARES, config.warps,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out
