@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from pagecast_kernels import configs, decode, elementwise, logprobs, norms, prefill, rope, sampling
+from pagecast_kernels import configs, decode, elementwise, gemv, logprobs, norms, prefill, rope, sampling, steps
 
 Variant = tuple[str, Callable[[], object]]
 
@@ -103,6 +103,11 @@ def other_variants() -> Iterator[Variant]:
                 qkv, torch.zeros(64, 128), _ints(2), slots, cache, cache, 32, 8, 128, norm, norm
             ),
         )  # fmt: skip
+    scalars, seeds, row = _ints(8, 17), _ints(17, dtype=torch.int64), _ints(2)
+    yield "gather_rows", lambda: steps.gather_rows(row, scalars, seeds, _ints(17, 64), 16)
+    yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)
+    for depth in (4096, 576):
+        yield f"gemv {depth}", lambda k=depth: gemv.gemv_with(x[:1, :k], torch.zeros((64, k)).bfloat16(), gemv.GemvConfig(8, 512, 4, 4))
     for dtype in (torch.bfloat16, torch.float32):
         logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
         args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))

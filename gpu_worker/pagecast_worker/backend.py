@@ -76,8 +76,9 @@ def device_named(name: str) -> torch.device:
 
 
 def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> Any:
-    """The Triton operators, with scratch memory that graphs can hold on to where they take some; products by cuBLAS."""
+    """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
     from pagecast_kernels import reference, triton_ops
+    from pagecast_kernels.gemv import GemvConfig, gemv_with
 
     attention = model.layers[0].attention
     rows = config.max_num_seqs
@@ -90,13 +91,21 @@ def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.sample(*args, workspace=draw, **kwargs)
 
-    def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
-        return triton_ops.silu_mul(reference.linear(x, weight))
+    one_row = GemvConfig(rows=8, depth=512, stages=4, warps=4)
 
-    names = ("rms_norm", "add_rms_norm", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks")
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
+        if x.shape[0] == 1 and x.dtype != torch.float32 and x.shape[1] % 8 == 0:
+            return gemv_with(x, weight, one_row)
+        return reference.linear(x, weight)
+
+    def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
+        return triton_ops.silu_mul(linear(x, weight))
+
+    names = ("rms_norm", "add_rms_norm", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows", "finish_rows")
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
-        linear=reference.linear, linear_silu_mul=linear_silu_mul, paged_decode=paged_decode, sample=sample,
+        linear=linear, linear_silu_mul=linear_silu_mul, paged_decode=paged_decode, sample=sample,
     )
 
 

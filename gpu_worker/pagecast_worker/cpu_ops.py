@@ -7,11 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagecast_kernels.reference import GREEDY_BELOW, copy_blocks, keep_mask, linear, paged_prefill, philox, silu_mul
+from pagecast_kernels.reference import (
+    GREEDY_BELOW,
+    copy_blocks,
+    finish_rows,
+    gather_rows,
+    keep_mask,
+    linear,
+    paged_prefill,
+    philox,
+    silu_mul,
+)
 
 __all__ = [
-    "add_rms_norm", "copy_blocks", "embedding", "linear", "linear_silu_mul", "paged_decode", "paged_prefill", "rms_norm",
-    "rope_and_write_kv", "sample", "silu_mul",
+    "add_rms_norm", "copy_blocks", "embedding", "finish_rows", "gather_rows", "linear", "linear_silu_mul", "paged_decode",
+    "paged_prefill", "rms_norm", "rope_and_write_kv", "sample", "silu_mul",
 ]
 
 MAX_NOISE = 16.65

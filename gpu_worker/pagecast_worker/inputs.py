@@ -6,6 +6,7 @@ position, and sent in one packet; only the decoding rows' last tokens are filled
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,44 +21,39 @@ from pagecast_worker.staging import Packet
 
 @dataclass(slots=True)
 class SampleInputs:
-    """What sampling B rows needs. rows int64[B]; scalars int32[8, B] and seeds int64[B] as in BatchState; stops int32[B, S]."""
+    """What sampling B rows needs. rows int32[B]; scalars int32[8, B] and seeds int64[B] as in BatchState."""
 
     rows: Tensor
     scalars: Tensor
     seeds: Tensor
-    stops: Tensor
 
 
-def sample_inputs(state: BatchState, rows: Tensor) -> SampleInputs:
-    """The state of rows int[B], gathered."""
-    index = rows.long()
-    return SampleInputs(index, state.scalars.index_select(1, index), state.seeds.index_select(0, index), state.stops.index_select(0, index))
+def sample_inputs(ops: Any, state: BatchState, rows: Tensor, block_size: int) -> SampleInputs:
+    """The state of rows int32[B], gathered."""
+    scalars, seeds, _, _ = ops.gather_rows(rows, state.scalars, state.seeds, state.table, block_size)
+    return SampleInputs(rows, scalars, seeds)
 
 
-def decode_inputs(state: BatchState, rows: Tensor, block_size: int) -> tuple[StepInputs, SampleInputs]:
+def decode_inputs(ops: Any, state: BatchState, rows: Tensor, block_size: int) -> tuple[StepInputs, SampleInputs]:
     """Inputs of a step in which rows int32[B] decode one token each. Rows without a token (padding) write nothing and see nothing."""
-    sampling = sample_inputs(state, rows)
-    lengths = sampling.scalars[NUM_TOKENS]
-    positions = (lengths - 1).clamp_(min=0)
-    blocks = state.table[sampling.rows, (positions // block_size).long()].long()
-    slots = (blocks * block_size + positions % block_size).masked_fill_(lengths == 0, -1)
+    scalars, seeds, positions, slots = ops.gather_rows(rows, state.scalars, state.seeds, state.table, block_size)
     step = StepInputs(
-        token_ids=sampling.scalars[LAST_TOKEN], positions=positions, slot_mapping=slots, block_table=state.table,
-        num_decodes=rows.shape[0], decode_rows=rows, decode_seq_lens=lengths,
+        token_ids=scalars[LAST_TOKEN], positions=positions, slot_mapping=slots, block_table=state.table,
+        num_decodes=rows.shape[0], decode_rows=rows, decode_seq_lens=scalars[NUM_TOKENS],
     )
-    return step, sampling
+    return step, SampleInputs(rows, scalars, seeds)
 
 
-def padded_inputs(state: BatchState, padded: PaddedStep, block_size: int) -> tuple[StepInputs, SampleInputs]:
+def padded_inputs(ops: Any, state: BatchState, padded: PaddedStep, block_size: int) -> tuple[StepInputs, SampleInputs]:
     """Inputs of a padded step, from tensors alone: the decoding rows' part as in `decode_inputs`, then the prefill tokens."""
-    step, _ = decode_inputs(state, padded.decode_rows, block_size)
+    step, _ = decode_inputs(ops, state, padded.decode_rows, block_size)
     joined = StepInputs(
         token_ids=torch.cat((step.token_ids, padded.token_ids)), positions=torch.cat((step.positions, padded.positions)),
         slot_mapping=torch.cat((step.slot_mapping, padded.slots.long())), block_table=state.table, num_decodes=padded.size.decodes,
         decode_rows=padded.decode_rows, decode_seq_lens=step.decode_seq_lens, num_prefills=padded.size.chunks, prefill_rows=padded.rows,
         prefill_seq_lens=padded.seq_lens, query_start_loc=padded.starts, max_query_len=padded.size.tokens,
     )
-    return joined, sample_inputs(state, padded.sample_rows)
+    return joined, sample_inputs(ops, state, padded.sample_rows, block_size)
 
 
 def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:

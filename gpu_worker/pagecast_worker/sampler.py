@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagecast_wire.result import FLAG_BAD, FLAG_STOP
-from pagecast_worker.batch_state import LAST_TOKEN, MIN_P, MIN_TOKENS, NUM_TOKENS, SEQUENCE, TEMPERATURE, TOP_K, TOP_P, BatchState
+from pagecast_worker.batch_state import MIN_P, MIN_TOKENS, NUM_TOKENS, SEQUENCE, TEMPERATURE, TOP_K, TOP_P, BatchState
 from pagecast_worker.inputs import SampleInputs
 
 
@@ -20,18 +20,14 @@ def sample_rows(ops: Any, state: BatchState, logits: Tensor, rows: SampleInputs)
     drawn = ops.sample(
         logits, floats[TEMPERATURE], rows.scalars[TOP_K], floats[TOP_P], floats[MIN_P], rows.seeds, rows.scalars[SEQUENCE], lengths
     )
-    tokens = drawn.clamp(min=0)
-    stopped = (rows.stops == tokens.unsqueeze(1)).any(1)
-    flags = stopped * FLAG_STOP + (drawn < 0) * FLAG_BAD
-    state.scalars[LAST_TOKEN].index_copy_(0, rows.rows, tokens)
-    state.scalars[NUM_TOKENS].index_copy_(0, rows.rows, lengths + (lengths > 0))
-    return torch.stack((tokens, flags.int()))
+    return ops.finish_rows(drawn, rows.rows, lengths, state.scalars, state.stops, FLAG_STOP, FLAG_BAD)
 
 
-def forbid_early_stops(logits: Tensor, rows: SampleInputs) -> Tensor:
+def forbid_early_stops(state: BatchState, logits: Tensor, rows: SampleInputs) -> Tensor:
     """logits with -inf at the stop ids of rows that do not hold min_tokens tokens yet; a copy."""
-    early = (rows.scalars[NUM_TOKENS] < rows.scalars[MIN_TOKENS]).unsqueeze(1) & (rows.stops >= 0)
-    ids = rows.stops.clamp(min=0).long()
+    stops = state.stops.index_select(0, rows.rows)
+    early = (rows.scalars[NUM_TOKENS] < rows.scalars[MIN_TOKENS]).unsqueeze(1) & (stops >= 0)
+    ids = stops.clamp(min=0).long()
     # A row repeats its first stop id to the end, so equal ids always write equal values.
     values = logits.gather(1, ids).masked_fill(early, -torch.inf)
     return logits.scatter(1, ids, values)

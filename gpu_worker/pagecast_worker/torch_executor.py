@@ -255,18 +255,18 @@ class TorchExecutor:
             decoded = self._decode(sent)
         out = decoded.out
         if early:
-            out = sample_rows(self.ops, self.state, forbid_early_stops(decoded.logits, decoded.rows), decoded.rows)
+            out = sample_rows(self.ops, self.state, forbid_early_stops(self.state, decoded.logits, decoded.rows), decoded.rows)
         self.backend.staging.keep(out[:, :count])
 
     def _decode(self, rows: Tensor) -> Decoded:
         """One decode step of rows int32[B]; what graphs capture."""
-        step, sampling = decode_inputs(self.state, rows, self.config.block_size)
+        step, sampling = decode_inputs(self.ops, self.state, rows, self.config.block_size)
         logits = self.model.logits(self.ops, self.model.forward(self.ops, step, self.cache.layers))
         return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
 
     def _padded(self, padded: PaddedStep) -> Tensor:
         """One padded step with prefill chunks; what graphs capture."""
-        step, sampling = padded_inputs(self.state, padded, self.config.block_size)
+        step, sampling = padded_inputs(self.ops, self.state, padded, self.config.block_size)
         hidden = self.model.forward(self.ops, step, self.cache.layers)
         logits = self.model.logits(self.ops, hidden.index_select(0, padded.sample_index.long()))
         return sample_rows(self.ops, self.state, logits, sampling)
@@ -290,9 +290,9 @@ class TorchExecutor:
         if not len(schedule.sample_rows):
             return
         logits = self.model.logits(self.ops, hidden.index_select(0, sample_index.long()))
-        sampling = sample_inputs(self.state, rows)
+        sampling = sample_inputs(self.ops, self.state, rows, self.config.block_size)
         if schedule.early[0]:
-            logits = forbid_early_stops(logits, sampling)
+            logits = forbid_early_stops(self.state, logits, sampling)
         self.backend.staging.keep(sample_rows(self.ops, self.state, logits, sampling))
 
 

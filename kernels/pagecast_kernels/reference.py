@@ -224,6 +224,39 @@ def paged_prefill(
     return result
 
 
+# --- ends of a step --------------------------------------------------------------------------------------------------------------
+
+
+def gather_rows(rows: Tensor, scalars: Tensor, seeds: Tensor, table: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What rows int32[B] hold: scalars int32[F, B], seeds int64[B], and where their next token goes: positions int32[B], slots int64[B].
+
+    scalars int32[F, R], whose first field counts a row's tokens and whose second is the last of them; seeds int64[R]; table
+    int32[R, blocks]. The last token is the one to compute: its position is count - 1, its slot block · block_size + offset, and a
+    row without a token has position 0 and slot -1.
+    """
+    index = rows.long()
+    gathered = scalars.index_select(1, index)
+    positions = (gathered[0] - 1).clamp_(min=0)
+    blocks = table[index, (positions // block_size).long()].long()
+    slots = (blocks * block_size + positions % block_size).masked_fill_(gathered[0] == 0, -1)
+    return gathered, seeds.index_select(0, index), positions, slots
+
+
+def finish_rows(drawn: Tensor, rows: Tensor, lengths: Tensor, scalars: Tensor, stops: Tensor, stop_flag: int, bad_flag: int) -> Tensor:
+    """Move rows int32[B] past the tokens drawn int32[B] (-1: none could be). Returns int32[2, B]: tokens, -1 replaced by 0, and flags.
+
+    lengths int32[B]: the rows' counts before; a row's count becomes one more in `scalars` (see gather_rows), unless it was 0, so
+    doing it twice changes nothing. stop_flag marks tokens among the row's stops int32[R, S] (-1 fills up), bad_flag a -1.
+    """
+    index = rows.long()
+    tokens = drawn.clamp(min=0)
+    stopped = (stops.index_select(0, index) == tokens.unsqueeze(1)).any(1)
+    flags = stopped * stop_flag + (drawn < 0) * bad_flag
+    scalars[1].index_copy_(0, index, tokens)
+    scalars[0].index_copy_(0, index, lengths + (lengths > 0))
+    return torch.stack((tokens, flags.int()))
+
+
 # --- sampling --------------------------------------------------------------------------------------------------------------------
 
 

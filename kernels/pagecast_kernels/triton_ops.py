@@ -8,6 +8,7 @@ from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
 from pagecast_kernels.rope import rope_and_write_kv
 from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
+from pagecast_kernels.steps import finish_rows, gather_rows
 
 __all__ = [
     "DecodeWorkspace",
@@ -16,6 +17,8 @@ __all__ = [
     "copy_blocks",
     "decode_workspace",
     "embedding",
+    "finish_rows",
+    "gather_rows",
     "paged_decode",
     "paged_prefill",
     "rms_norm",

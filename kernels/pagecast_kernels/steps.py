@@ -1,0 +1,72 @@
+"""The two ends of a decode step, one launch each: gathering what the rows' state says, and moving the rows past a token.
+
+One program per row. Rows never move, so places of a batch name the rows that they stand for; several places may name the padding
+row, which holds no token and to which all of them write the same.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gather_rows(
+    rows_ptr, scalars_ptr, seeds_ptr, table_ptr, gathered_ptr, seeds_out_ptr, positions_ptr, slots_ptr,
+    batch, scalars_stride, table_stride, BLOCK_SIZE: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    field = tl.arange(0, FIELDS)
+    tl.store(gathered_ptr + field * batch + place, tl.load(scalars_ptr + field * scalars_stride + row))
+    tl.store(seeds_out_ptr + place, tl.load(seeds_ptr + row))
+    length = tl.load(scalars_ptr + row)
+    position = tl.maximum(length - 1, 0)
+    block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    tl.store(positions_ptr + place, position)
+    tl.store(slots_ptr + place, tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
+
+
+def gather_rows(rows: Tensor, scalars: Tensor, seeds: Tensor, table: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See reference.gather_rows. The number of fields is a power of two; the last axes are contiguous."""
+    batch, fields = rows.shape[0], scalars.shape[0]
+    gathered = torch.empty((fields, batch), dtype=torch.int32, device=rows.device)
+    drawn_seeds, slots = (torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2))
+    positions = torch.empty(batch, dtype=torch.int32, device=rows.device)
+    if batch:
+        _gather_rows[(batch,)](
+            rows, scalars, seeds, table, gathered, drawn_seeds, positions, slots, batch, scalars.stride(0), table.stride(0),
+            block_size, fields, num_warps=1,
+        )  # fmt: skip
+    return gathered, drawn_seeds, positions, slots
+
+
+@triton.jit
+def _finish_rows(
+    drawn_ptr, rows_ptr, lengths_ptr, scalars_ptr, stops_ptr, out_ptr, batch, scalars_stride, stops_stride,
+    STOP_FLAG: tl.constexpr, BAD_FLAG: tl.constexpr, STOPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    row = tl.load(rows_ptr + place).to(tl.int64)
+    drawn = tl.load(drawn_ptr + place)
+    token = tl.maximum(drawn, 0)
+    lane = tl.arange(0, LANES)
+    ids = tl.load(stops_ptr + row * stops_stride + lane, lane < STOPS, -1)
+    stopped = tl.max((ids == token).to(tl.int32), 0)
+    tl.store(out_ptr + place, token)
+    tl.store(out_ptr + batch + place, stopped * STOP_FLAG + (drawn < 0).to(tl.int32) * BAD_FLAG)
+    length = tl.load(lengths_ptr + place)
+    tl.store(scalars_ptr + scalars_stride + row, token)
+    tl.store(scalars_ptr + row, length + (length > 0).to(tl.int32))
+
+
+def finish_rows(drawn: Tensor, rows: Tensor, lengths: Tensor, scalars: Tensor, stops: Tensor, stop_flag: int, bad_flag: int) -> Tensor:
+    """See reference.finish_rows. The last axes are contiguous."""
+    batch, num_stops = rows.shape[0], stops.shape[1]
+    out = torch.empty((2, batch), dtype=torch.int32, device=rows.device)
+    if batch:
+        _finish_rows[(batch,)](
+            drawn, rows, lengths, scalars, stops, out, batch, scalars.stride(0), stops.stride(0),
+            stop_flag, bad_flag, num_stops, triton.next_power_of_2(num_stops), num_warps=1,
+        )  # fmt: skip
+    return out
