@@ -38,7 +38,7 @@ class Size:
 
     def parts(self) -> list[int]:
         """Lengths of the arrays that describe a step, in the order of PaddedStep."""
-        return [self.decodes, self.tokens, self.tokens, self.tokens, self.chunks, self.chunks, self.chunks + 1, self.samples, self.samples]
+        return [self.decodes, self.tokens, self.tokens, self.tokens, self.chunks, self.chunks, self.chunks + 4, self.samples, self.samples]
 
     def words(self) -> int:
         return sum(self.parts())
@@ -55,7 +55,10 @@ class Size:
 @dataclass(slots=True)
 class PaddedStep:
     """int32 views of one buffer. decode_rows[D]; token_ids, positions, slots [T] of the chunks end to end; rows, seq_lens [N];
-    starts[N + 1]; sample_index, sample_rows [M]. Padding: the padding row, slot -1, empty chunks at the end, index 0."""
+    starts[N + 4], of which N + 1 count; sample_index, sample_rows [M].
+
+    Padding: the padding row, slot -1, empty chunks at the end, index 0.
+    """
 
     size: Size
     decode_rows: Tensor

@@ -3,11 +3,15 @@
 On the CPU both are plain arrays. On CUDA uploads go through a ring of pinned buffers, and downloads through a stream of their own.
 """
 
+import math
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+ALIGN = 4
+"""Words: parts begin at multiples of 16 bytes, as kernels are compiled once more for pointers that do not."""
 
 
 class Packet:
@@ -21,14 +25,21 @@ class Packet:
         """Any array whose values fit int32; float32 travels by its bits (view it as int32 first)."""
         self._shapes.append(values.shape)
         self._parts.append(np.ascontiguousarray(values, dtype=np.int32).reshape(-1))
+        if rest := -values.size % ALIGN:
+            self._parts.append(np.zeros(rest, dtype=np.int32))
 
     def upload(self, staging: "Staging") -> list[Tensor]:
         """int32 tensors on the device, in the order they were added."""
         if not self._parts:
             return []
-        sizes = [len(part) for part in self._parts]
         flat = staging.upload(np.concatenate(self._parts))
-        return [part.view(shape) for part, shape in zip(flat.split(sizes), self._shapes, strict=True)]
+        taken: list[Tensor] = []
+        begin = 0
+        for shape in self._shapes:
+            size = math.prod(shape)
+            taken.append(flat[begin : begin + size].view(shape))
+            begin += size + -size % ALIGN
+        return taken
 
 
 class Download(Protocol):

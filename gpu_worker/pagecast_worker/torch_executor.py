@@ -297,10 +297,9 @@ class TorchExecutor:
 
 
 def warm_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that between them need every compiled variant: kernels are specialised by the power of two that holds
-    the number, and by whether it is 1 or a multiple of 16."""
-    powers = [1 << bit for bit in range(max_num_seqs.bit_length())]
-    return sorted({size for power in powers for size in (power - 1, power) if size > 0} | {max_num_seqs})
+    """Numbers of sequences that between them need every compiled variant: attention is compiled for powers of 4 from 16 on,
+    sampling for how many programs share a row, and 1 has a product of its own."""
+    return sorted({min(1 << bit, max_num_seqs) for bit in range(max_num_seqs.bit_length())} | {max_num_seqs})
 
 
 def join_steps(arrays: list[np.ndarray], sub_rows: list[Int]) -> tuple[np.ndarray, np.ndarray]:

@@ -97,5 +97,13 @@ def row_warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
+def lanes_for(sequences: int) -> int:
+    """A power of 4 from 16 on that holds so many: few values, as kernels are compiled for each of them."""
+    lanes = 16
+    while lanes < sequences:
+        lanes *= 4
+    return lanes
+
+
 def log2_ceil(n: int) -> int:
     return max(math.ceil(math.log2(n)), 0)

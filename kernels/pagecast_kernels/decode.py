@@ -146,7 +146,7 @@ def _combine(
     tl.store(target, values / total[:, None], (row < GROUP)[:, None] & (lane < DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _paged_decode(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
     batch, table_stride, scale, softcap,
@@ -264,7 +264,7 @@ def paged_decode(
     _paged_decode[(config.programs,)](
         q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
         batch, block_table.stride(0), factor, cap,
-        num_kv_heads, group, block_size, dim, window, softcap != 0.0, max(triton.next_power_of_2(batch), 2),
+        num_kv_heads, group, block_size, dim, window, softcap != 0.0, configs.lanes_for(batch),
         max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, configs.SMALL_SHARES, config.warps,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip

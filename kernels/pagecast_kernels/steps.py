@@ -10,15 +10,15 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _gather_rows(
     rows_ptr, scalars_ptr, seeds_ptr, table_ptr, gathered_ptr, seeds_out_ptr, positions_ptr, slots_ptr,
-    batch, scalars_stride, table_stride, BLOCK_SIZE: tl.constexpr, FIELDS: tl.constexpr,
+    stride, scalars_stride, table_stride, BLOCK_SIZE: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     row = tl.load(rows_ptr + place).to(tl.int64)
     field = tl.arange(0, FIELDS)
-    tl.store(gathered_ptr + field * batch + place, tl.load(scalars_ptr + field * scalars_stride + row))
+    tl.store(gathered_ptr + field * stride + place, tl.load(scalars_ptr + field * scalars_stride + row))
     tl.store(seeds_out_ptr + place, tl.load(seeds_ptr + row))
     length = tl.load(scalars_ptr + row)
     position = tl.maximum(length - 1, 0)
@@ -30,18 +30,19 @@ def _gather_rows(
 def gather_rows(rows: Tensor, scalars: Tensor, seeds: Tensor, table: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See reference.gather_rows. The number of fields is a power of two; the last axes are contiguous."""
     batch, fields = rows.shape[0], scalars.shape[0]
-    gathered = torch.empty((fields, batch), dtype=torch.int32, device=rows.device)
+    # Fields start at multiples of 16 bytes: kernels are compiled once more for pointers that do not.
+    gathered = torch.empty((fields, -(-batch // 4) * 4), dtype=torch.int32, device=rows.device)[:, :batch]
     drawn_seeds, slots = (torch.empty(batch, dtype=torch.int64, device=rows.device) for _ in range(2))
     positions = torch.empty(batch, dtype=torch.int32, device=rows.device)
     if batch:
         _gather_rows[(batch,)](
-            rows, scalars, seeds, table, gathered, drawn_seeds, positions, slots, batch, scalars.stride(0), table.stride(0),
+            rows, scalars, seeds, table, gathered, drawn_seeds, positions, slots, gathered.stride(0), scalars.stride(0), table.stride(0),
             block_size, fields, num_warps=1,
         )  # fmt: skip
     return gathered, drawn_seeds, positions, slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _finish_rows(
     drawn_ptr, rows_ptr, lengths_ptr, scalars_ptr, stops_ptr, out_ptr, batch, scalars_stride, stops_stride,
     STOP_FLAG: tl.constexpr, BAD_FLAG: tl.constexpr, STOPS: tl.constexpr, LANES: tl.constexpr,
