@@ -67,8 +67,8 @@ def test_report_is_red_while_a_bar_is_missed_or_unmeasured(tmp_path: Path, value
 def test_metric_names_carry_the_ratio_to_the_peer() -> None:
     args = argparse.Namespace(random_weights="llama8b", peer="vllm", peer_only=False, peer_defaults=False)
     work = [([1] * 10, 20)]
-    table = {"chat": {"pagecast": bench_throughput.figures([2.0, 1.0, 3.0], 20, work), "vllm": bench_throughput.figures([4.0] * 3, 20, work)}}
-    metrics = bench_throughput.metrics_of(args, table)
+    ours, peer = bench_throughput.figures([2.0, 1.0, 3.0], 20, work), bench_throughput.figures([4.0] * 3, 20, work)
+    metrics = bench_throughput.metrics_of(args, {"chat": {"pagecast": ours, "vllm": peer}})
     assert metrics["throughput.llama8b.chat.ratio_vllm"] == 2.0
     assert metrics["throughput.llama8b.chat.pagecast.out_tok_s"] == 10.0
 

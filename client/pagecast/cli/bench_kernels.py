@@ -15,7 +15,7 @@ _SAMPLING: dict[str, dict[str, float]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
-    parser.add_argument("--parts", default="decode,prefill,mixed,sample", help="what to measure, separated by commas")
+    parser.add_argument("--parts", default="decode,prefill,mixed,sample,products", help="what to measure, separated by commas")
 
 
 def lengths(shape: str) -> list[int]:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("pagecast bench kernels: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
-    from pagecast_kernels import bench_cases
+    from pagecast_kernels import bench_cases, bench_products
 
     parts = set(args.parts.split(","))
     metrics = attention_metrics(bench_cases, parts)
@@ -65,5 +65,7 @@ def run(args: argparse.Namespace) -> int:
         launches = bench_cases.sampling_launches(256, 128256, limits, filtered=bool(set(limits) - {"temperature"}))
         metrics[f"kernels.sample.{name}.us"] = bench_cases.graph_us(launches)
         print(f"sample {name:17} {metrics[f'kernels.sample.{name}.us']:9.1f} us", flush=True)
+    if "products" in parts:
+        metrics |= bench_products.measure()
     print(results.write(args.results, "kernels", metrics, {}))
     return 0
