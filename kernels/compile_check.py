@@ -107,7 +107,7 @@ def other_variants() -> Iterator[Variant]:
     yield "gather_rows", lambda: steps.gather_rows(row, scalars, seeds, _ints(17, 64), 16)
     yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)
     for depth in (4096, 576):
-        yield f"gemv {depth}", lambda k=depth: gemv.gemv_with(x[:1, :k], torch.zeros((64, k)).bfloat16(), gemv.GemvConfig(8, 512, 4, 4))
+        yield f"gemv {depth}", lambda k=depth: gemv.gemv(x[:1, :k], torch.zeros((64, k)).bfloat16())
     for dtype in (torch.bfloat16, torch.float32):
         logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
         args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))

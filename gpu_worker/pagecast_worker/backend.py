@@ -78,7 +78,7 @@ def device_named(name: str) -> torch.device:
 def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
     from pagecast_kernels import reference, triton_ops
-    from pagecast_kernels.gemv import GemvConfig, gemv_with
+    from pagecast_kernels.gemv import gemv
 
     attention = model.layers[0].attention
     rows = config.max_num_seqs
@@ -91,12 +91,10 @@ def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.sample(*args, workspace=draw, **kwargs)
 
-    one_row = GemvConfig(rows=8, depth=512, stages=4, warps=4)
-
     def linear(x: Tensor, weight: Tensor) -> Tensor:
         # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
         if x.shape[0] == 1 and x.dtype != torch.float32 and x.shape[1] % 8 == 0:
-            return gemv_with(x, weight, one_row)
+            return gemv(x, weight)
         return reference.linear(x, weight)
 
     def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
