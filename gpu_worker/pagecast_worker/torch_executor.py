@@ -27,6 +27,7 @@ from pagecast_worker.loading.load import load_model, max_model_len, open_checkpo
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.llama import Llama
+from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import forbid_early_stops, sample_rows
 from pagecast_worker.staging import Download, Packet
@@ -64,13 +65,17 @@ class TorchExecutor:
         self.max_model_len = max_model_len(config, shape)
         self.backend = Backend(config, self.device, shape)
         self.dtype = self.backend.dtype
+        max_blocks = -(-self.max_model_len // config.block_size)
+        ahead = start_precompilation(config, shape, self.dtype, max_blocks, self.device)
         try:
             loaded = load_model(config, checkpoint, self.device, self.dtype, report)
             self.model: Llama = loaded.model
             self.backend.prepare(self.model)
             self.ops = self.backend.ops
-            max_blocks = -(-self.max_model_len // config.block_size)
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
+            if ahead is not None:
+                report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
+                ahead.wait()
             num_blocks = self._allocate(report)
             self._warm_up(report)
         except torch.OutOfMemoryError:

@@ -1,0 +1,179 @@
+"""Compiles the kernels that a model needs in several processes at once, while its weights are being read.
+
+Each process runs one layer's steps on tensors without memory, with a driver that only names the GPU: a launch then compiles and
+leaves its result in triton's cache on disk, where the worker finds it. A process compiles every n-th distinct launch. What goes
+wrong here costs time only: the worker compiles what it does not find.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import structlog
+import torch
+
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.models.config import ModelConfig
+
+MOST_PROCESSES = 8
+WAIT_SECONDS = 60.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Precompilation:
+    """Processes under way. Made before weights are read, waited for before the first launch."""
+
+    def __init__(self, config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, max_blocks: int, device: torch.device) -> None:
+        import triton
+
+        import pagecast_kernels
+
+        properties = torch.cuda.get_device_properties(device)
+        request = {
+            "shape": dataclasses.asdict(shape) | {"num_layers": 1, "rope_scaling": None, "rope_factors": ()},
+            "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
+            "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
+            "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
+        }  # fmt: skip
+        sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
+        digest = hashlib.sha256(json.dumps([request, triton.__version__]).encode() + sources).hexdigest()
+        self._done = Path(triton.knobs.cache.dir) / f"pagecast-{digest[:32]}"
+        self._began = time.monotonic()
+        count = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if count > 1 and not self._done.exists():
+            for part in range(count):
+                command = [sys.executable, "-m", "pagecast_worker.precompile", json.dumps(request | {"part": part, "parts": count})]
+                none = subprocess.DEVNULL
+                self._processes.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))
+
+    def wait(self) -> None:
+        """Until all have ended, or their time is up."""
+        failed = 0
+        for process in self._processes:
+            try:
+                failed += process.wait(max(0.1, self._began + WAIT_SECONDS - time.monotonic())) != 0
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                failed += 1
+        if failed:
+            _log.warning("kernels were not compiled ahead", processes=len(self._processes), failed=failed)
+        elif self._processes:
+            self._done.touch()
+            _log.info("kernels compiled ahead", processes=len(self._processes), seconds=round(time.monotonic() - self._began, 1))
+
+
+def start_precompilation(
+    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, max_blocks: int, device: torch.device
+) -> Precompilation | None:
+    """None where there is nothing to compile for, or where it cannot be started."""
+    if device.type != "cuda":
+        return None
+    try:
+        return Precompilation(config, shape, dtype, max_blocks, device)
+    except (OSError, RuntimeError, AttributeError) as error:
+        _log.warning("kernels are not compiled ahead", error=type(error).__name__)
+        return None
+
+
+class _NamedGpu:
+    """What triton asks of a driver in order to compile."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_every(part: int, parts: int, arch: int, processors: int) -> list[Any]:
+    """From here on a launch compiles, if it is one of this part's, and starts nothing. Returns the list of what was compiled."""
+    from triton.runtime import driver, jit
+
+    from pagecast_kernels import configs
+
+    driver.set_active(_NamedGpu(arch))
+    configs.processors = lambda device: processors  # type: ignore[assignment]
+    launch = jit.JITFunction.run
+    seen: dict[object, int] = {}
+    compiled: list[Any] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        values = tuple(_variant(arg, parameter) for arg, parameter in zip(args, self.params, strict=False))
+        number = seen.setdefault((self.__name__, values, tuple(sorted(options.items()))), len(seen))
+        if number % parts == part:
+            compiled.append(launch(self, *args, grid=grid, warmup=True, **options))
+
+    jit.JITFunction.run = run
+    return compiled
+
+
+def _variant(arg: Any, parameter: Any) -> object:
+    """What of an argument a kernel is compiled for."""
+    if isinstance(arg, torch.Tensor):
+        return str(arg.dtype)
+    if parameter.is_constexpr or arg is None:
+        return arg
+    if parameter.do_not_specialize or isinstance(arg, float):
+        return type(arg)
+    return arg == 1, arg % 16 == 0
+
+
+@torch.inference_mode()
+def launch_all(request: dict[str, Any]) -> None:
+    """Every launch that the start of a worker makes, on tensors without memory."""
+    from pagecast_worker.backend import cuda_operators
+    from pagecast_worker.batch_state import BatchState
+    from pagecast_worker.kv_cache import KVCache
+    from pagecast_worker.memory import prefill_step
+    from pagecast_worker.mixed_graphs import sizes_for, view_step
+    from pagecast_worker.models.config import RopeScaling
+    from pagecast_worker.models.llama import Llama
+    from pagecast_worker.parallel import Ranks
+    from pagecast_worker.torch_executor import TorchExecutor, warm_sizes
+
+    device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
+    shape = ModelConfig(**request["shape"] | {"rope_scaling": RopeScaling(), "eos_token_ids": tuple(request["shape"]["eos_token_ids"])})
+    config = SimpleNamespace(block_size=request["block_size"], max_num_seqs=request["max_num_seqs"])
+    state = BatchState(config.max_num_seqs, request["max_blocks"], device)
+    model = Llama(shape, Ranks(), device, dtype, 64)
+    cache = KVCache(2, 1, shape.num_kv_heads, config.block_size, shape.head_dim, device, dtype)
+    ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
+    worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops)
+    blocks = torch.zeros(1, dtype=torch.int32, device=device)
+    cache.copy(worker.ops, blocks, blocks)
+    for size in warm_sizes(config.max_num_seqs):
+        prefill_step(worker, size, 1, 1)
+        TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device))
+    for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.num_parameters()):
+        TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
+
+
+def main(argument: str) -> None:
+    from pagecast_wire.lifeline import die_with_parent
+
+    die_with_parent()
+    request = json.loads(argument)
+    compile_every(request["part"], request["parts"], request["arch"], request["processors"])
+    launch_all(request)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

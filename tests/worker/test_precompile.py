@@ -1,0 +1,44 @@
+"""Kernels compile ahead of a model's start, without a GPU, and the parts that processes share out are all of them."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from worker.tiny_model import write_config
+
+from pagecast_worker.loading.random import RandomWeights
+
+pytest.importorskip("triton")
+
+COUNT = """
+import json, sys
+from pagecast_worker import precompile
+request = json.loads(sys.argv[1])
+compiled = precompile.compile_every(request["part"], request["parts"], request["arch"], request["processors"])
+precompile.launch_all(request)
+print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
+"""
+
+
+def test_parts_compile_every_kernel_between_them(tmp_path):
+    shape = RandomWeights(write_config(tmp_path / "shape"), torch.device("cpu")).config
+    request = {
+        "shape": dataclasses.asdict(shape) | {"num_layers": 1, "rope_scaling": None, "rope_factors": ()}, "dtype": "bfloat16",
+        "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
+    }
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    names: set[str] = set()
+    for part in range(2):
+        command = [sys.executable, "-c", COUNT, json.dumps(request | {"part": part})]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-2000:]
+        names |= set(json.loads(done.stdout))
+    assert names == {
+        "_choose", "_copy_blocks", "_cutoffs", "_embedding", "_finish_rows", "_gather_rows", "_gemv", "_paged_decode", "_paged_prefill",
+        "_rms_norm", "_rope_and_write_kv", "_silu_mul",
+    }
+    assert list((tmp_path / "cache").glob("*/*.cubin"))
