@@ -1,12 +1,11 @@
 """Paged decode attention: one query token per sequence, split evenly over the chip whatever the lengths are (stream-K).
 
-The work is a list of KV tiles of TILE tokens, ordered by sequence, KV head and position, and cut into shares wherever they
-end, so ragged batches balance and one captured graph serves any lengths: programs work the cuts out from `seq_lens` on the
-device. Every program has one large share of its own; the last quarter of a large list is cut into small shares that programs
-take from a queue when they are done, because some processors are served by memory faster than others. The query heads of a KV head
-are the rows of one tensor-core tile, so that KV is read once. A (sequence, KV head) that lies in one share is written at
-once; otherwise each share leaves its part (maximum, sum, weighted values) in the workspace and the last to arrive adds the
-parts in order. Cuts depend on lengths alone, so the result depends neither on who was last nor on who took which share.
+The work is a list of KV tiles of TILE tokens, ordered by sequence, KV head and position. A fixed number of programs takes
+equal contiguous shares of it, cut wherever they fall, so ragged batches balance and one captured graph serves any lengths:
+each program works out its share from `seq_lens` on the device. The query heads of a KV head are the rows of one tensor-core
+tile, so that KV is read once. A (sequence, KV head) that falls to one program is written at once; otherwise each program
+leaves its part (maximum, sum, weighted values) in the workspace and the last to arrive adds the parts in order, which makes
+the result independent of who was last.
 """
 
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from pagecast_kernels import configs
 class DecodeWorkspace:
     """Device memory of one launch at a time; launches of one stream may share it, whatever their shapes up to its size.
 
-    counters int32[1 + sequences · Hkv], zero between launches: the queue, and arrivals; parts float32[2 · shares, rows, D];
-    stats float32[2 · shares, 2, rows].
+    counters int32[sequences · Hkv], zero between launches; parts float32[2 · programs, rows, D]; stats float32[2 · programs, 2, rows].
     """
 
     counters: Tensor
@@ -34,11 +32,11 @@ class DecodeWorkspace:
 
 def decode_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> DecodeWorkspace:
     """Workspace for at most max_seqs sequences. It may be made before a graph is captured and used inside it."""
-    shares, rows = configs.max_decode_programs(device) * (1 + configs.SMALL_SHARES), num_heads // num_kv_heads
+    programs, rows = configs.max_decode_programs(device), num_heads // num_kv_heads
     return DecodeWorkspace(
-        torch.zeros(1 + max_seqs * num_kv_heads, dtype=torch.int32, device=device),
-        torch.empty((2 * shares, rows, head_dim), dtype=torch.float32, device=device),
-        torch.empty((2 * shares, 2, rows), dtype=torch.float32, device=device),
+        torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+        torch.empty((2 * programs, rows, head_dim), dtype=torch.float32, device=device),
+        torch.empty((2 * programs, 2, rows), dtype=torch.float32, device=device),
     )
 
 
@@ -58,10 +56,11 @@ def _tiles(length, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _owner(tile, programs, large, small):
-    """The share that a tile lies in, when `programs` shares of `large` tiles come before shares of `small`."""
-    own = programs * large
-    return tl.where(tile < own, tile // large, programs + (tile - own) // small)
+def _owner(tile, share, extra):
+    """The program that a tile falls to, when the first `extra` programs take share + 1 tiles and the others share."""
+    early = tile // (share + 1)
+    late = (tile - extra * (share + 1)) // tl.maximum(share, 1) + extra
+    return tl.where(tile < extra * (share + 1), early, late)
 
 
 @triton.jit
@@ -111,12 +110,12 @@ def _attend(
 
 @triton.jit
 def _combine(
-    parts_ptr, stats_ptr, out, first_share, last_share, head_row,
+    parts_ptr, stats_ptr, out, first_program, last_program, head_row,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts that shares first..last hold of one (sequence, KV head), in that order, and write the outputs.
+    """Add the parts that programs first..last left of one (sequence, KV head), in that order, and write the outputs.
 
-    The first share's part is in its second slot, as the sequence begins within the share; the others' is in their first.
+    The first program's part is its second slot, as the sequence begins in its share; the others' is their first.
     PARTS are loaded at a time. Reads bypass L1, which does not see other processors' writes.
     """
     lane = tl.arange(0, LANES)
@@ -125,10 +124,10 @@ def _combine(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     values = tl.zeros((ROWS, LANES), tl.float32)
-    for start in range(first_share, last_share + 1, PARTS):
-        share = start + index
-        slot = 2 * share + (share == first_share).to(tl.int32)
-        held = (share <= last_share)[:, None] & (row < GROUP)[None, :]
+    for start in range(first_program, last_program + 1, PARTS):
+        program = start + index
+        slot = 2 * program + (program == first_program).to(tl.int32)
+        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
         stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
         part_top = tl.load(stat, held, float("-inf"), cache_modifier=".cg")
         part_total = tl.load(stat + GROUP, held, 0.0, cache_modifier=".cg")
@@ -152,7 +151,7 @@ def _paged_decode(
     batch, table_stride, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    SMALL_SHARES: tl.constexpr, WARPS: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     # Tensor-core tiles have 16 rows or more; parts are combined in tiles of no more rows than there are.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -168,67 +167,52 @@ def _paged_decode(
                 nothing = tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty)
                 tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], nothing, held)
 
-    # A list of 16 tiles or more for each program ends in small shares.
+    # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
     index = tl.arange(0, BATCH)
     tiles = _tiles(tl.load(lens_ptr + index, index < batch, 0), WINDOW, TILE) * NUM_KV_HEADS
     ends = tl.cumsum(tiles, 0)
     all_tiles = tl.sum(tiles, 0)
-    queued = all_tiles >= 16 * programs
-    large = tl.where(queued, all_tiles // programs * 3 // 4, tl.maximum((all_tiles + programs - 1) // programs, 1))
-    rest = tl.maximum(all_tiles - programs * large, 0)
-    small = tl.maximum((rest + programs * SMALL_SHARES - 1) // (programs * SMALL_SHARES), 1)
-    shares = programs + (rest + small - 1) // small
+    share, extra = all_tiles // programs, all_tiles % programs
+    tile = program * share + tl.minimum(program, extra)
+    end = tile + share + (program < extra).to(tl.int32)
+    sequence = tl.sum((ends <= tile).to(tl.int32), 0)
+    begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
 
-    share = program
-    while share < shares:
-        tile = tl.where(share < programs, share * large, programs * large + (share - programs) * small)
-        end = tl.minimum(tile + tl.where(share < programs, large, small), all_tiles)
-        sequence = tl.sum((ends <= tile).to(tl.int32), 0)
-        begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-        while tile < end:
-            length = tl.load(lens_ptr + sequence)
-            own = _tiles(length, WINDOW, TILE)
-            if own == 0:
-                sequence += 1
-            else:
-                kv_head = (tile - begin) // own
-                head_begin = begin + kv_head * own
-                count = tl.minimum(head_begin + own, end) - tile
-                head_row = (sequence.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
-                q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
-                table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
-                first = _first_tile(length, WINDOW, TILE) + tile - head_begin
-                top, total, values = _attend(
-                    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
-                    ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
-                )  # fmt: skip
-                if count == own:
-                    tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held)
-                else:
-                    slot = (2 * share + (tile == head_begin).to(tl.int32)).to(tl.int64)
-                    tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
-                    tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
-                    tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held)
-                    first_share = _owner(head_begin, programs, large, small)
-                    last_share = _owner(head_begin + own - 1, programs, large, small)
-                    counter = counters_ptr + 1 + sequence * NUM_KV_HEADS + kv_head
-                    # Every thread's stores come before the arrival, and the arrival before the last one's loads.
-                    tl.debug_barrier()
-                    if tl.atomic_add(counter, 1, sem="acq_rel") == last_share - first_share:
-                        _combine(parts_ptr, stats_ptr, out_ptr, first_share, last_share, head_row, GROUP, OWN, DIM, LANES, PARTS)
-                        tl.store(counter, 0)
-                tile += count
-                if tile == begin + own * NUM_KV_HEADS:
-                    begin = tile
-                    sequence += 1
-        if queued:
-            # Each share past the programs' own is taken once, and each program is refused once: `shares` takings in all.
-            taken = tl.atomic_add(counters_ptr, 1, sem="relaxed")
-            share = programs + taken
-            if taken == shares - 1:
-                tl.store(counters_ptr, 0)
+    while tile < end:
+        length = tl.load(lens_ptr + sequence)
+        own = _tiles(length, WINDOW, TILE)
+        if own == 0:
+            sequence += 1
         else:
-            share = shares
+            kv_head = (tile - begin) // own
+            head_begin = begin + kv_head * own
+            count = tl.minimum(head_begin + own, end) - tile
+            head_row = (sequence.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
+            q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
+            table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+            top, total, values = _attend(
+                q, k_ptr, v_ptr, table, kv_head, length, _first_tile(length, WINDOW, TILE) + tile - head_begin, count, scale, softcap,
+                ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
+            )  # fmt: skip
+            if count == own:
+                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held)
+            else:
+                slot = (2 * program + (tile == head_begin).to(tl.int32)).to(tl.int64)
+                tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
+                tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
+                tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held)
+                first_program = _owner(head_begin, share, extra)
+                last_program = _owner(head_begin + own - 1, share, extra)
+                counter = counters_ptr + sequence * NUM_KV_HEADS + kv_head
+                # Every thread's stores come before the arrival, and the arrival before the last one's loads.
+                tl.debug_barrier()
+                if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
+                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
+                    tl.store(counter, 0)
+            tile += count
+            if tile == begin + own * NUM_KV_HEADS:
+                begin = tile
+                sequence += 1
 
 
 def paged_decode(
@@ -258,14 +242,14 @@ def paged_decode(
         return out
     config = configs.decode(batch, num_kv_heads, group, dim, q.device) if config is None else config
     workspace = decode_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
-    if workspace.counters.numel() <= batch * num_kv_heads:
-        raise ValueError(f"the workspace holds {workspace.counters.numel() - 1} counters, {batch} sequences need {batch * num_kv_heads}")
+    if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
+        raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")
     factor, cap = configs.score_scale(scale, softcap)
     _paged_decode[(config.programs,)](
         q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
         batch, block_table.stride(0), factor, cap,
         num_kv_heads, group, block_size, dim, window, softcap != 0.0, configs.lanes_for(batch),
-        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, configs.SMALL_SHARES, config.warps,
+        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, config.warps,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out

@@ -155,10 +155,13 @@ def paged_prefill(
     out = torch.zeros_like(q) if out is None else out
     if not tokens or not sequences:
         return out
-    config = configs.prefill(dim) if config is None else config
-    if isinstance(config, configs.HopperPrefill):
+    if configs.is_hopper(q.device):
         from pagecast_kernels import prefill_hopper  # Gluon, which only this GPU needs
 
+        if config is None and prefill_hopper.suits(q, k_cache, window, softcap):
+            config = configs.HOPPER_PREFILL
+    config = configs.prefill(dim) if config is None else config
+    if isinstance(config, configs.HopperPrefill):
         return prefill_hopper.launch(
             q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, scale, max_query_len, out, config
         )  # fmt: skip

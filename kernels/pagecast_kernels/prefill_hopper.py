@@ -161,7 +161,7 @@ def _consume(
     gl.store(out_ptr + place + 64, gl.convert_layout((o1 / norm).to(kind), IO), mask=held)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["sequences"])
 def _paged_prefill_hopper(
     q_ptr, k_desc, v_desc, table_ptr, rows_ptr, starts_ptr, lens_ptr, out_ptr, sequences, table_stride, scale, spare,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, TOKENS: gl.constexpr, STEPS: gl.constexpr,
@@ -245,7 +245,7 @@ def launch(
     tile = max(config.tile, block_size)
     _paged_prefill_hopper[(tiles * num_kv_heads,)](
         q, k_desc, v_desc, block_table, rows, query_start_loc, seq_lens, out, sequences, block_table.stride(0),
-        configs.score_scale(scale, 0.0)[0], cache_rows, num_kv_heads, group, block_size, per_tile, configs.log2_ceil(sequences) + 1,
-        tile, max(config.stages * config.tile // tile, 2), num_warps=4,
+        configs.score_scale(scale, 0.0)[0], cache_rows, num_kv_heads, group, block_size, per_tile,
+        configs.log2_ceil(configs.lanes_for(sequences)) + 1, tile, max(config.stages * config.tile // tile, 2), num_warps=4,
     )  # fmt: skip
     return out

@@ -40,6 +40,9 @@ if name.startswith("worker"):
     draft = folder / f"{name}.draft"
     draft.write_text('{"phase": "weights", "done": 3, "total": 7}')
     draft.rename(folder / f"{name}.progress")
+if mode == "last":  # serves once the workers have loaded, as a real front end does
+    while len(list(folder.glob("worker-*.progress"))) < 2:
+        time.sleep(0.01)
 if name.startswith("frontend") and mode != "silent":
     (folder / f"{name}.address").write_text(f"127.0.0.1:{os.getpid()}")
     (folder / f"{name}.serving").touch()

@@ -33,7 +33,7 @@ def test_requests_of_before_come_first_and_new_ones_wait_for_them(tmp_path: Path
             first, cancelled = new.submit([88, 1], 10), new.submit([99, 1], 10)
             new.abort(cancelled)
             assert not new.accepted
-            old.pump(lambda: len(old.tokens[key, 0]) > seen, "the old stream goes on")
+            old.pump(lambda: old.num_resubmits == 1 and len(old.tokens[key, 0]) > seen, "the old stream goes on")
             new.wait_finished(first, cancelled)
             assert _first_tokens(worker)[0] == 77 and 99 not in _first_tokens(worker)
             assert new.finished[cancelled, 0].reason == FinishReason.CANCELLED

@@ -32,7 +32,7 @@ def gone(pids: list[int]) -> bool:
 
 def test_ready_then_an_end_in_order(tmp_path: Path, notes: Notes) -> None:
     events = Events()
-    with supervisor(tmp_path, events) as cluster:
+    with supervisor(tmp_path, events, frontend_0="last") as cluster:
         (address,) = cluster.wait_ready(WAIT_S)
         assert address.startswith("127.0.0.1:")
         assert events.wait(lambda e: isinstance(e, Loading) and e.rank == 1) == Loading(1, "weights", 3, 7)

@@ -173,9 +173,9 @@ class Supervisor:
     def _look_at_files(self) -> None:
         if self._settled.is_set():
             return
+        addresses = self._readiness.addresses()  # before the progress, so that none of it is missed once all are ready
         for news in self._readiness.loading():
             self._on_event(news)
-        addresses = self._readiness.addresses()
         if addresses is not None and self._stages is None:
             self._addresses = addresses
             self._settled.set()
