@@ -5,7 +5,8 @@ from core.cluster import Cluster
 
 from pagecast_scheduler.core.policy import Running, admission_fits, cannot_finish, choose_victim, must_stall, steps_in_plan
 from pagecast_wire.codec import view_u32
-from pagecast_wire.intake import Priority
+from pagecast_wire.intake import Phase, Priority
+from pagecast_wire.sampling import FinishReason
 
 STEP_US = 1000
 
@@ -198,3 +199,36 @@ def test_decodes_go_on_while_a_prompt_of_any_length_comes_in():
         assert view_u32(plan.chunk_lengths).sum() <= 5
     assert len(cluster.streams[1, 0].tokens) == before + steps and steps == 10
     cluster.run()
+
+
+@pytest.mark.parametrize("sizes", [{"max_num_seqs": 2, "num_blocks": 64}, {"max_num_seqs": 4, "num_blocks": 8}], ids=["rows", "blocks"])
+def test_those_whose_clients_do_not_read_keep_nobody_waiting(sizes):
+    cluster = Cluster(**sizes)
+    for key in (1, 2):
+        cluster.submit(key, [1, 0, key & 1, 0, 1, 1, 0, 1], 12, priority=Priority.INTERACTIVE)
+    for _ in range(4):
+        cluster.step()
+    for key in (1, 2):
+        cluster.scheduler.pause(key, True, cluster.now)
+    cluster.submit(3, [0] * 8, 16, priority=Priority.BATCH)
+    while cluster.step():
+        pass
+    assert cluster.streams[3, 0].reason is FinishReason.LENGTH
+    assert cluster.streams[1, 0].reason is cluster.streams[2, 0].reason is None
+    assert all(progress[-1].phase is Phase.PAUSED_SLOW_CONSUMER for key, progress in cluster.progress.items() if key != 3)
+    for key in (1, 2):
+        cluster.scheduler.pause(key, False, cluster.now)
+    cluster.run()
+    assert {stream.reason for stream in cluster.streams.values()} == {FinishReason.LENGTH}
+
+
+def test_a_paused_sequence_stays_where_it_is_while_there_is_room():
+    cluster = Cluster()
+    cluster.submit(1, [1, 0], 12)
+    cluster.step()
+    cluster.scheduler.pause(1, True, cluster.now)
+    cluster.submit(2, [0, 0], 12)
+    while cluster.step():
+        pass
+    assert cluster.streams[2, 0].reason is FinishReason.LENGTH
+    assert cluster.state.rows.num_active == 1 and not cluster.scheduler.stats().num_preemptions

@@ -25,13 +25,14 @@ def urgency(priority: int, waited_us: int, ageing_us: int) -> int:
 def choose_victim(candidates: list[Running], requester: Running) -> Running | None:
     """Whom to preempt so that `requester` gets a block: least lost work, paused ones before all others.
 
-    Never the oldest running one (which guarantees progress), never one more urgent than the requester, never the requester.
+    Never the oldest running one (which guarantees progress), never one more urgent than the requester unless its client keeps it
+    from running, never the requester.
     """
     awake = [c for c in candidates if not c.paused]
     oldest = min(awake, key=lambda c: c.order) if awake else None
     eligible = [
         c for c in candidates
-        if c.row != requester.row and c is not oldest and not c.protected and c.urgency >= requester.urgency
+        if c.row != requester.row and c is not oldest and not c.protected and (c.paused or c.urgency >= requester.urgency)
     ]  # fmt: skip
     return min(eligible, key=lambda c: (not c.paused, c.lost_tokens, -c.order), default=None)
 

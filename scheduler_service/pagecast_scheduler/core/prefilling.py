@@ -7,7 +7,7 @@ from pagecast_scheduler.core.block_pool import Blocks
 from pagecast_scheduler.core.intake import least_output
 from pagecast_scheduler.core.plan_builder import PlanDraft, admission
 from pagecast_scheduler.core.request import NEVER, Sequence, Status
-from pagecast_scheduler.core.scarcity import make_room, rank
+from pagecast_scheduler.core.scarcity import make_room, rank, take_from_paused
 from pagecast_scheduler.core.state import State
 from pagecast_wire.intake import Phase
 from pagecast_wire.sampling import FinishReason
@@ -57,10 +57,13 @@ def _add_chunk(s: State, draft: PlanDraft, row: int, start: int, length: int, no
 
 
 def admit_waiting(s: State, draft: PlanDraft, budget: int, now: int) -> None:
-    """Fill free rows from the queue. A head that does not fit may be passed by a bounded number of smaller ones."""
+    """Fill free rows from the queue, then those of paused sequences. A head that does not fit may be passed by a bounded number of
+    smaller ones."""
     blocked: list[Sequence] = []
     isolating = s.isolating()
-    while budget > 0 and s.rows.num_free and len(blocked) < s.config.max_pass_candidates:
+    while budget > 0 and len(blocked) < s.config.max_pass_candidates:
+        if not s.rows.num_free and not (len(s.queue) and take_from_paused(s, now)):
+            break
         seq = _next_alone(s) if isolating else s.queue.take(now)
         if seq is None:
             break
@@ -68,6 +71,8 @@ def admit_waiting(s: State, draft: PlanDraft, budget: int, now: int) -> None:
             s.finish(seq, FinishReason.DEADLINE_EXCEEDED, now)
             continue
         hits = _hits(s, seq)
+        while hits is None and take_from_paused(s, now):
+            hits = _hits(s, seq)
         if hits is None:
             blocked.append(seq)
             if isolating or seq.passes >= s.config.max_head_passes:

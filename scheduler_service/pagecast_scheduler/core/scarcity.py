@@ -28,6 +28,16 @@ def make_room(s: State, draft: PlanDraft, row: int, now: int) -> bool:
     return True
 
 
+def take_from_paused(s: State, now: int) -> bool:
+    """For one who waits: the paused sequence with the least to lose gives up its row and its blocks, which its client keeps it from
+    using, however urgent it was. False: none has any."""
+    if not s.rows.num_paused:
+        return False
+    paused = [seq for seq in s.rows.running() if seq.request.paused]
+    s.preempt(min(paused, key=lambda seq: (s.rows.computed(seq.row), -seq.request.order - seq.index)), now)
+    return True
+
+
 def _running(s: State, seq: Sequence, draft: PlanDraft, now: int) -> policy.Running:
     request = seq.request
     return policy.Running(

@@ -186,7 +186,7 @@ class State:
         seq.num_preemptions += 1
         self.totals.num_preemptions += 1
         self.requeue(seq, now, keep_content)
-        self.report(seq, Phase.QUEUED)
+        self.report(seq, Phase.PAUSED_SLOW_CONSUMER if seq.request.paused else Phase.QUEUED)
 
     def reattach(self, seq: Sequence, now: int) -> None:
         """A detached sequence's last results cannot be trusted: it waits again with what was applied."""
