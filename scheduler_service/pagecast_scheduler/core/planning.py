@@ -20,7 +20,8 @@ def make_plan(s: State, now: int) -> StepPlan | None:
     budget = s.config.max_num_batched_tokens - len(draft.stepping)
     if s.rows.prefilling:
         budget = plan_chunks(s, draft, budget, now)
-    if len(s.queue) and budget > 0 and (s.rows.num_free or s.rows.num_paused) and not draft.stalled:  # blocks that come free are for decodes first
+    is_open = s.rows.num_free or s.rows.num_paused
+    if len(s.queue) and budget > 0 and is_open and not draft.stalled:  # blocks that come free are for decodes first
         admit_waiting(s, draft, budget, now)
     if draft.is_empty:
         return None
