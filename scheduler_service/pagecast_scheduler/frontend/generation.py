@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
+
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc
 from pagecast_scheduler.frontend.detokenizer import Detokenizer
@@ -19,8 +21,12 @@ from pagecast_wire import pack_u32
 from pagecast_wire.intake import Submit
 from pagecast_wire.sampling import StopRules
 
+log = structlog.get_logger("pagecast.frontend")
+
 PRINCIPAL = ""
 """Every caller is one principal while there is no authentication."""
+NO_ADAPTER = ""
+"""Requests run on the model as it is."""
 MAX_DEADLINE_MS = 1 << 40
 
 
@@ -120,6 +126,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _finish(self, stream: RequestStream) -> None:
         self._engine.finish(stream)
         self._ids_in_use.discard(stream.request.request_id)
+        # The one line that ties a caller's id to the key that the scheduler's log knows. Counts only, never what was said.
+        log.debug(
+            "request ended", request_id=stream.request.request_id, key=stream.key, prompt_tokens=stream.request.num_prompt_tokens,
+            output_tokens=sum(len(sequence.ids) for sequence in stream.sequences), failure=stream.failure and stream.failure.reason.name,
+            is_done=stream.is_done, elapsed_ms=round(1000 * (time.monotonic() - stream.started)),
+        )  # fmt: skip
 
     async def _prepare(self, spec: Any, context: Any) -> PreparedRequest:
         """Checks and tokenizes. Raises Refusal."""
@@ -154,7 +166,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 min_output_tokens=checked.min_output_tokens,
                 stop_token_ids=pack_u32(sorted({*own, *checked.stop_token_ids})),
             ),
-            cache_namespace=derive(self._state.namespace_key, PRINCIPAL, welcome.model.digest, checked.cache_scope),
+            cache_namespace=derive(self._state.namespace_key, PRINCIPAL, welcome.model.digest, NO_ADAPTER, checked.cache_scope),
             tenant=PRINCIPAL,
             priority=checked.priority,
             deadline_ms=deadline_ms,

@@ -1,6 +1,6 @@
 """Prefix-cache namespaces: derived here, so that no caller can choose another's.
 
-namespace = HMAC-SHA256(secret of this cluster, principal, model digest, scope). The secret lives as long as the run directory.
+namespace = HMAC-SHA256(secret of this cluster, principal, model digest, adapter, scope). The secret lives as long as the run directory.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ def load_key(run_dir: Path) -> bytes:
     return path.read_bytes()
 
 
-def derive(key: bytes, principal: str, model_digest: str, scope: str) -> bytes:
-    """32 bytes. Each part is preceded by its length, so that no two different triples give the same input."""
-    parts = [part.encode() for part in (principal, model_digest, scope)]
+def derive(key: bytes, principal: str, model_digest: str, adapter: str, scope: str) -> bytes:
+    """32 bytes. Each part is preceded by its length, so that no two different lists of parts give the same input."""
+    parts = [part.encode() for part in (principal, model_digest, adapter, scope)]
     return hmac.new(key, b"".join(len(part).to_bytes(4, "little") + part for part in parts), hashlib.sha256).digest()
