@@ -15,6 +15,8 @@ from statistics import fmean
 from time import perf_counter
 from typing import Any
 
+from pagecast.bench import results
+
 NUM_STEPS = 160  # ten blocks of 16 tokens: every row grows equally often
 ROUNDS = 5
 BLOCK_SIZE = 16
@@ -25,6 +27,7 @@ PROMPT = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     parser.add_argument("--nano-vllm", metavar="FOLDER", help="a checkout of GeeeekExplorer/nano-vllm to measure in the same run")
+    parser.add_argument("--results", metavar="FOLDER", help="also write a result file for `pagecast bench report` there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +50,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"nano-vllm, schedule, postprocess and what its engine collects, 256 running: {theirs:.1f} µs, {ratio:.1f} times ours")
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if args.results:
+        print(f"written to {results.write(args.results, 'scheduler', metrics_of(report), {})}")
     return 0
+
+
+def metrics_of(report: dict[str, Any]) -> dict[str, float]:
+    """Dotted names for targets: scheduler.FIGURE or scheduler.FIGURE.RUNNING, and scheduler.ratio_nano_vllm."""
+    metrics: dict[str, float] = {}
+    for name, figure in report.items():
+        name = "ratio_nano_vllm" if name == "nano_vllm_ratio" else name
+        metrics |= {f"scheduler.{name}.{at}": v for at, v in figure.items()} if isinstance(figure, dict) else {f"scheduler.{name}": figure}
+    return metrics
 
 
 def _scheduler(max_num_seqs: int, num_blocks: int, max_model_len: int = 4096) -> Any:
