@@ -5,7 +5,7 @@ from core.cluster import Cluster, make_config, make_submit
 
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.scheduler import Scheduler
-from pagecast_wire.codec import pack_u32
+from pagecast_wire.codec import pack_u32, view_u32
 from pagecast_wire.intake import Accepted, Rejected, RejectReason
 from pagecast_wire.sampling import FinishReason
 
@@ -105,6 +105,24 @@ def test_deadline_time_budget_and_queue_time_end_requests_by_time_alone():
         FinishReason.TIME_LIMIT, FinishReason.QUEUE_TIME_EXCEEDED, FinishReason.DEADLINE_EXCEEDED,
     ]  # fmt: skip
     assert 1 <= len(cluster.streams[1, 0].tokens) < 40 and cluster.streams[2, 0].tokens == []
+
+
+@pytest.mark.parametrize(("limit", "reason"), [
+    ({"deadline_ms": 3}, FinishReason.DEADLINE_EXCEEDED), ({"time_budget_ms": 3}, FinishReason.TIME_LIMIT),
+])  # fmt: skip
+def test_time_that_runs_out_frees_the_blocks_of_a_running_request_with_the_next_plan(limit, reason):
+    """Two plans are in flight when it happens; the next one already gives its row and blocks to somebody else."""
+    cluster = Cluster(max_num_seqs=1, num_blocks=14, max_plans_in_flight=3)
+    cluster.submit(1, ONES, 40, **limit)
+    cluster.submit(2, [0] * 36, 4)
+    cluster.plan()
+    cluster.plan()
+    cluster.now = 3000
+    plan = cluster.plan()
+    assert cluster.streams[1, 0].reason is reason
+    assert [entry.row for entry in plan.admissions] == view_u32(plan.released).tolist() == [0]
+    assert cluster.scheduler.stats().num_blocks_referenced == 8  # one step's 32 tokens of the second
+    cluster.run()
 
 
 def test_without_a_rate_nothing_is_refused_for_its_deadline():
