@@ -1,17 +1,18 @@
 """Nothing inner leaves the process: malformed bytes, unexpected exceptions, refusals with their details."""
 
+import asyncio
 import re
 from typing import Any
 
 import grpc
 import pytest
-from frontend.conftest import Rig, details
+from frontend.conftest import Rig, details, end_frontend
 
 from pagecast.v1 import generation_pb2 as pb
-from pagecast.v1 import model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from pagecast.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from pagecast_scheduler.frontend import errors
 from pagecast_scheduler.frontend.errors import OF_FINISH, OF_REJECT, Reason, Refusal
-from pagecast_wire.intake import RejectReason, Submit
+from pagecast_wire.intake import Abort, Pause, RejectReason, Submit
 from pagecast_wire.sampling import FinishReason
 
 LEAK = re.compile(r"Error\b|Exception|Traceback|\.py|/work|/tmp|secret")
@@ -136,3 +137,27 @@ def test_retry_advice_goes_with_unavailable_alone_and_with_pushback(reason: Reas
     assert ("grpc-retry-pushback-ms" in keys) == is_retryable
     assert any(d.TypeName() == "google.rpc.RetryInfo" for d in refusal.status().details) == is_retryable
     assert errors.DOMAIN == "pagecast" and refusal.status().code == reason.code.value[0]
+
+
+async def test_a_caller_that_leaves_in_the_middle_of_a_write_is_no_error_of_ours(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that waits for the reader can fail before the word of the cancel arrives."""
+    errors_logged: list[str] = []
+    monkeypatch.setattr("pagecast_scheduler.frontend.boundary.log.error", lambda event, **_: errors_logged.append(event))
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    channel = grpc.aio.insecure_channel(rig.frontend.address, options=options)
+    spec = pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5]))
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    calls = [stub.GenerateStream(pb.GenerateStreamRequest(spec=spec)) for _ in range(8)]
+    sent = 0
+    keys = [(await rig.scheduler.accept(number + 1)).key for number in range(len(calls))]
+    while len(rig.scheduler.all(Pause)) < len(calls):
+        for key in keys:
+            await rig.scheduler.tokens(key, sent, [7] * 20_000)
+        sent += 20_000
+        await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await channel.close()
+    await rig.scheduler.until(lambda: len(rig.scheduler.aborted()) == len(calls))
+    await end_frontend(rig)
+    assert errors_logged == []

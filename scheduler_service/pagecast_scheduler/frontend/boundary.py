@@ -45,6 +45,12 @@ def _bug(method: str) -> Refusal:
     return Refusal(Reason.BUG, message=f"internal error {error_id}", metadata={"error_id": error_id})
 
 
+def _gone() -> asyncio.CancelledError:
+    """What to raise when gRPC could not send: the caller left while a write was waiting for it, and the word of the cancel only
+    comes after the failed write. Not our bug, and nobody is left to tell."""
+    return asyncio.CancelledError("the caller is gone")
+
+
 def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
     async def call(request: Any, context: Any) -> Any:
         try:
@@ -55,6 +61,8 @@ def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
             answer = refusal
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
+        except grpc.aio.InternalError:
+            raise _gone() from None
         except Exception:
             answer = _bug(method)
         return await end_with(context, answer)
@@ -81,6 +89,8 @@ def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., 
             answer = refusal
         except (asyncio.CancelledError, grpc.aio.AbortError):
             raise
+        except grpc.aio.InternalError:
+            raise _gone() from None
         except Exception:
             answer = _bug(method)
         await end_with(context, answer)
