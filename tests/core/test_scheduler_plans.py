@@ -3,6 +3,7 @@
 import pytest
 from core.cluster import Cluster, key_of
 
+from pagecast_scheduler.core import policy
 from pagecast_wire.codec import encode, view_u32
 from pagecast_wire.intake import Phase
 from pagecast_wire.result import FLAG_BAD, StepResult
@@ -229,6 +230,17 @@ def test_k_steps_only_while_nobody_waits_and_never_past_a_limit():
     cluster.submit(4, PROMPT, 4)
     plan = cluster.plan()
     assert plan.num_steps == 1 and len(plan.admissions) == 1
+
+
+def test_automatic_steps_follow_the_measured_step_time():
+    assert [policy.automatic_steps(step_us) for step_us in (0.0, 100.0, 1000.0, 2700.0, 7999.0, 20_000.0)] == [1, 8, 8, 2, 1, 1]
+    cluster = Cluster(max_steps_per_plan=0, max_plans_in_flight=1)
+    cluster.submit(1, PROMPT, 20)
+    steps = []
+    while cluster.state.requests:
+        steps.append(cluster.plan().num_steps)
+        cluster.apply()
+    assert steps[0] == 1 and sum(steps) == 20 and max(steps) <= policy.MOST_AUTOMATIC_STEPS
 
 
 def test_a_bad_row_ends_and_whoever_shared_its_blocks_starts_over():

@@ -55,7 +55,7 @@ class PlanAudit:
             raise Violation(f"plan {plan.epoch}/{plan.step} follows {self.epoch}/{self.step}")
         if num_unanswered >= self.config.max_plans_in_flight:
             raise Violation(f"step {plan.step} makes {num_unanswered + 1} plans in flight of {self.config.max_plans_in_flight}")
-        if not 1 <= plan.num_steps <= self.config.max_steps_per_plan:
+        if not 1 <= plan.num_steps <= (self.config.max_steps_per_plan or policy.MOST_AUTOMATIC_STEPS):
             raise Violation(f"step {plan.step} asks for {plan.num_steps} steps of {self.config.max_steps_per_plan}")
         self.step = plan.step
         self.num_plans += 1

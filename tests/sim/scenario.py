@@ -136,7 +136,7 @@ def _draw_config(random: Random, on: frozenset[str]) -> SchedulerConfig:
         enable_prefix_caching="no_cache" not in on,
         batch_delay_us=random.choice((500, 5000)) if "batch_delay" in on else 0,
         max_plans_in_flight=random.choice((1, 2, 2, 3)),
-        max_steps_per_plan=random.randint(2, 4) if "multi_step" in on else 1,
+        max_steps_per_plan=random.choice((0, 2, 3, 4)) if "multi_step" in on else 1,
         table_checksums=random.random() < 0.3,
         ageing_us=random.choice((5 * STEP_US, 10_000 * STEP_US)),
         max_head_passes=random.choice((0, 1, 4, 16)),

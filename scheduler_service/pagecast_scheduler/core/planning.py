@@ -46,14 +46,15 @@ def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
 
 
 def _num_steps(s: State, now: int) -> int:
-    if s.config.max_steps_per_plan == 1 or len(s.queue) or s.rows.prefilling or s.suspects:
+    max_steps = s.config.max_steps_per_plan or policy.automatic_steps(s.estimates.step_us)
+    if max_steps == 1 or len(s.queue) or s.rows.prefilling or s.suspects:
         return 1
     stepping = s.rows.stepping_rows()
     if not len(stepping):
         return 1
     most = int((s.rows.max_tokens[stepping] - s.rows.num_planned[stepping]).max())
     limit = s.timers.next()
-    return policy.steps_in_plan(s.config.max_steps_per_plan, most, None if limit is None else limit - now, s.estimates.step_us)
+    return policy.steps_in_plan(max_steps, most, None if limit is None else limit - now, s.estimates.step_us)
 
 
 def _grow(s: State, draft: PlanDraft, rows: Index) -> None:
@@ -120,7 +121,7 @@ def _let_go(s: State) -> None:
         return
     for row in s.rows.at_limit().tolist():
         s.detach(row)
-    s.limit_check = (s.rows.version, 0 if s.config.max_steps_per_plan > 1 else s.step + s.rows.steps_to_limit())
+    s.limit_check = (s.rows.version, 0 if s.config.max_steps_per_plan != 1 else s.step + s.rows.steps_to_limit())
 
 
 def _checksum(s: State) -> int:

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+MOST_AUTOMATIC_STEPS = 8
+AUTOMATIC_PLAN_US = 8000
+"""How long a plan of several steps may take where the configuration leaves their number open."""
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -52,6 +56,13 @@ def admission_fits(needed: int, num_free: int, num_reserved: int, num_active: in
 def chunk_length(remaining: int, budget: int, room: int) -> int:
     """Prefill tokens for one row in this step. room: tokens that its blocks and the free ones still hold."""
     return max(0, min(remaining, budget, room))
+
+
+def automatic_steps(step_us: float) -> int:
+    """Decode steps of a plan where the configuration leaves it open: what a new request may have to wait for stays short."""
+    if step_us <= 0:
+        return 1
+    return max(1, min(MOST_AUTOMATIC_STEPS, int(AUTOMATIC_PLAN_US / step_us)))
 
 
 def steps_in_plan(max_steps: int, most_remaining: int, us_to_next_limit: int | None, step_us: float) -> int:

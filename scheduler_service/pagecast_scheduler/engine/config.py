@@ -58,6 +58,8 @@ class EngineConfig:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_steps_per_plan < 0:
+            raise ConfigError(f"max_steps_per_plan must be at least 0, not {self.max_steps_per_plan}")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
@@ -93,6 +95,5 @@ _AT_LEAST_ONE = (
     "max_queued_requests",
     "max_queued_tokens",
     "max_plans_in_flight",
-    "max_steps_per_plan",
 )
 _POSITIVE = ("step_deadline_s", "heartbeat_timeout_s", "rank_timeout_s")
