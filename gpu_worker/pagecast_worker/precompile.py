@@ -111,6 +111,7 @@ def compile_every(part: int, parts: int, arch: int, processors: int) -> list[Any
 
     driver.set_active(_NamedGpu(arch))
     configs.processors = lambda device: processors  # type: ignore[assignment]
+    configs.is_hopper = lambda device: arch == 90  # type: ignore[assignment]
     launch = jit.JITFunction.run
     seen: dict[object, int] = {}
     compiled: list[Any] = []
@@ -131,7 +132,7 @@ def _variant(arg: Any, parameter: Any) -> object:
         return str(arg.dtype)
     if parameter.is_constexpr or arg is None:
         return arg
-    if parameter.do_not_specialize or isinstance(arg, float):
+    if parameter.do_not_specialize or not isinstance(arg, int):
         return type(arg)
     return arg == 1, arg % 16 == 0
 

@@ -24,8 +24,9 @@ print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
 """
 
 
-def test_parts_compile_every_kernel_between_them(tmp_path):
-    shape = RandomWeights(write_config(tmp_path / "shape"), torch.device("cpu")).config
+@pytest.mark.parametrize(("head_dim", "prefill"), [(32, "_paged_prefill"), (128, "_paged_prefill_hopper")])
+def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, prefill):
+    shape = RandomWeights(write_config(tmp_path / "shape", head_dim=head_dim), torch.device("cpu")).config
     request = {
         "shape": dataclasses.asdict(shape) | {"num_layers": 1, "rope_scaling": None, "rope_factors": ()}, "dtype": "bfloat16",
         "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
@@ -38,7 +39,7 @@ def test_parts_compile_every_kernel_between_them(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         names |= set(json.loads(done.stdout))
     assert names == {
-        "_choose", "_copy_blocks", "_cutoffs", "_embedding", "_finish_rows", "_gather_rows", "_gemv", "_paged_decode", "_paged_prefill",
+        "_choose", "_copy_blocks", "_cutoffs", "_embedding", "_finish_rows", "_gather_rows", "_gemv", "_paged_decode", prefill,
         "_rms_norm", "_rope_and_write_kv", "_silu_mul",
     }
     assert list((tmp_path / "cache").glob("*/*.cubin"))
