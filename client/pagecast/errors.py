@@ -120,7 +120,10 @@ def from_rpc(call: FailedCall) -> RpcError:
     code = call.code().name
     kind = _BY_CODE.get(code, InternalError)
     packed = _trailer(call.trailing_metadata() or (), _STATUS_DETAILS)
-    return kind(code, call.details() or "", **(_details(packed) if packed else {}))
+    message = call.details() or ""
+    if kind is DeadlineExceeded and not packed:
+        message = "the call's timeout ran out"  # gRPC's own words, not the server's, name the status and no more
+    return kind(code, message, **(_details(packed) if packed else {}))
 
 
 def _trailer(metadata: Iterable[tuple[str, str | bytes]], name: str) -> bytes | None:

@@ -8,6 +8,8 @@ import sys
 import pytest
 from client.fake_server import FakeServer
 
+from pagecast.cli.answer import Answer
+
 PAGECAST = [sys.executable, "-m", "pagecast.cli.main"]
 
 
@@ -29,11 +31,14 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["generate", "bad"], 1, "must be at most 100, not 101"),
     (["generate", "x", "--max-tokens", "-1"], 2, "max_tokens must be a whole number"),
+    (["generate", "x", "--timeout", "-1"], 2, "must be more than 0 seconds, not -1"),
+    (["generate", "endless", "--timeout", "0.5"], 1, "the call's timeout ran out"),
     (["generate"], 2, "required: prompt"),
     (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such"),
     (["no-such"], 2, "no command 'no-such'"),
     (["serve", "--max-num-seqs", "many"], 2, "invalid int value: 'many'"),
     (["serve", "--max-num-seqs", "0"], 2, "max_num_seqs must be at least 1"),
+    (["serve", "--dtype", "float8"], 2, "invalid choice: 'float8'"),
     (["serve", "--batch-delay-ms", "11"], 2, "batch_delay_ms must be between 0 and 10"),
     (["serve", "/no/such/model"], 2, "no model '/no/such/model'"),
     (["serve", "--executor", "oracle", "--host", "0.0.0.0"], 2, "--insecure"),
@@ -44,7 +49,15 @@ def test_what_is_wrong_is_said_in_one_line(server: FakeServer, words: list[str],
     done = pagecast(*words, *target)
     assert done.returncode == code
     assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("pagecast")
+    assert done.stderr.startswith("pagecast") and not done.stdout.startswith("\n")
+
+
+def test_the_rate_leaves_out_every_token_of_the_first_message() -> None:
+    assert Answer(num_tokens=9, num_first=5, first_token=0.25, total=2.25, reason="stop").summary() == (
+        "9 tokens, first after 250 ms, 2.0 tokens/s, ended by stop"
+    )
+    assert "tokens/s" not in Answer(num_tokens=5, num_first=5, first_token=0.25, total=0.26).summary()
+    assert Answer(total=1.0).summary() == "no tokens, ended by interrupt"
 
 
 def test_status_shows_health_model_and_load(server: FakeServer) -> None:

@@ -15,24 +15,30 @@ from pagecast.types import Event, SequenceFinished, Tokens
 
 @dataclass
 class Answer:
-    """What a stream has brought so far. Times are seconds of the monotonic clock since the call; first_token is 0 before any token."""
+    """What a stream has brought so far. Times are seconds of the monotonic clock since the call; first_token is 0 before any token.
+    num_first: tokens of the first message, which may bring several."""
 
     text: str = ""
     num_tokens: int = 0
+    num_first: int = 0
     first_token: float = 0.0
     total: float = 0.0
     reason: str = ""
 
     def summary(self) -> str:
         """One line for people: how many tokens, how soon the first, how fast the rest."""
-        after_first = self.total - self.first_token
-        rate = f", {(self.num_tokens - 1) / after_first:.1f} tokens/s" if self.num_tokens > 1 and after_first > 0 else ""
-        return f"{self.num_tokens} tokens, first after {self.first_token * 1e3:.0f} ms{rate}, ended by {self.reason or 'interrupt'}"
+        end = f"ended by {self.reason or 'interrupt'}"
+        if not self.num_tokens:
+            return f"no tokens, {end}"
+        later, seconds = self.num_tokens - self.num_first, self.total - self.first_token
+        rate = f", {later / seconds:.1f} tokens/s" if later and seconds > 0 else ""
+        return f"{self.num_tokens} tokens, first after {self.first_token * 1e3:.0f} ms{rate}, {end}"
 
 
 def show(stream: Stream, answer: Answer, start: float) -> bool:
     """Print the text of a stream on one line of its own and keep the record in `answer`. Returns whether it came to its end:
     Ctrl-C cancels the request, and the text so far stays."""
+    failed = True
     try:
         with _interruptible(stream) as interrupted:
             try:
@@ -41,15 +47,18 @@ def show(stream: Stream, answer: Answer, start: float) -> bool:
             except Cancelled:
                 if not interrupted.is_set():
                     raise
+        failed = False
         return not interrupted.is_set()
     finally:
-        print(flush=True)
+        if answer.text or not failed:
+            print(flush=True)
 
 
 def _take(event: Event, answer: Answer, now: float) -> None:
     answer.total = now
     if isinstance(event, Tokens):
-        answer.first_token = answer.first_token or now
+        if not answer.num_tokens:
+            answer.first_token, answer.num_first = now, len(event.token_ids)
         answer.num_tokens += len(event.token_ids)
         answer.text += event.text
         print(event.text, end="", flush=True)

@@ -6,9 +6,11 @@ from pagecast import channel
 from pagecast.sampling import SamplingParams
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
+def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) -> None:
+    """timeout: seconds, unless another is given; None waits for ever."""
     parser.add_argument("--target", default=channel.DEFAULT_TARGET, metavar="HOST:PORT", help="server to ask (default: %(default)s)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
+    default = "never" if timeout is None else f"{timeout:g}"
+    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +22,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="P", help="keep tokens at least this share as likely as the likeliest")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, not {text}")
+    return value
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:

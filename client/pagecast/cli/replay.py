@@ -29,7 +29,7 @@ def replay(file: str, picture: str | None) -> int:
         draw(result, picture)
         print(f"timeline: {picture}")
     if not result.compared:
-        print("recorded without token ids: the plans cannot be made again, only shown")
+        print("recorded without token ids, so the plans cannot be made again; `pagecast serve --record-tokens` keeps them")
         return 0
     if result.difference is None:
         print("every plan is the same")

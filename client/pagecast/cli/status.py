@@ -11,8 +11,7 @@ from pagecast.types import Load, Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_target(parser)
-    parser.set_defaults(timeout=5.0)
+    arguments.add_target(parser, timeout=5.0)
     parser.add_argument("--check", action="store_true", help="health alone, for health checks and scripts")
     parser.add_argument("--run-dir", metavar="FOLDER", help="ask instead whether a scheduler listens in this run directory")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -57,7 +56,7 @@ def _model_lines(model: Model) -> list[str]:
     limits = model.limits
     quantization = f" {model.quantization}" if model.quantization else ""
     return [
-        f"model    {model.name}: {model.architecture}, {model.num_parameters / 1e6:.0f} M parameters, {model.dtype}{quantization}, "
+        f"model    {model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {model.dtype}{quantization}, "
         f"digest {model.digest[:12]}",
         f"limits   {limits.max_model_len} tokens a request, {limits.max_num_seqs} sequences at once, "
         f"{limits.max_num_batched_tokens} tokens a step, pool of {limits.max_pool_tokens} tokens",
