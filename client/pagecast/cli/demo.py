@@ -28,12 +28,14 @@ _MAX_TOKENS = 120
 
 @dataclass
 class Answer:
-    """One stream as it grows. Times are seconds of the monotonic clock; first and last token since the question was sent."""
+    """One stream as it grows. Times are seconds of the monotonic clock; first and last token since the question was sent.
+    num_first: tokens of the first message, which may bring several."""
 
     question: str
     sent: float = 0.0
     text: str = ""
     num_tokens: int = 0
+    num_first: int = 0
     first_token: float = 0.0
     last_token: float = 0.0
     end: str = ""
@@ -42,8 +44,9 @@ class Answer:
         """Time to first token, and the rate after it."""
         if not self.num_tokens:
             return self.end or "waiting"
-        rate = (self.num_tokens - 1) / (self.last_token - self.first_token) if self.last_token > self.first_token else 0.0
-        parts = [f"{self.num_tokens} tokens", f"first after {self.first_token * 1e3:.0f} ms", f"{rate:.1f} tokens/s"]
+        parts = [f"{self.num_tokens} tokens", f"first after {self.first_token * 1e3:.0f} ms"]
+        if self.last_token > self.first_token:
+            parts.append(f"{(self.num_tokens - self.num_first) / (self.last_token - self.first_token):.1f} tokens/s")
         return " · ".join([*parts, self.end] if self.end else parts)
 
 
@@ -89,7 +92,8 @@ async def _ask(client: AsyncClient, answer: Answer, max_tokens: int, refresh: Ca
         async for event in client.stream(chat, sampling):
             if isinstance(event, Tokens):
                 answer.last_token = time.monotonic() - answer.sent
-                answer.first_token = answer.first_token or answer.last_token
+                if not answer.num_tokens:
+                    answer.first_token, answer.num_first = answer.last_token, len(event.token_ids)
                 answer.num_tokens += len(event.token_ids)
                 answer.text += event.text
             elif isinstance(event, SequenceFinished):
@@ -108,13 +112,14 @@ def _display(answers: list[Answer]) -> Any:
 
 
 class _Columns:
-    """The answers as columns of a terminal, redrawn ten times a second."""
+    """The answers as columns of a terminal, redrawn ten times a second. Figures stand above the text, and what does not fit the screen
+    is left out until the end: rich cannot redraw lines that have scrolled away, and would leave copies of them behind."""
 
     def __init__(self, answers: list[Answer], console: Any) -> None:
         from rich.live import Live
 
         self._answers = answers
-        self._live = Live(self._table(), console=console, refresh_per_second=10, vertical_overflow="visible")
+        self._live = Live(self._table(), console=console, refresh_per_second=10)
 
     def __enter__(self) -> Callable[[], None]:
         self._live.start()
@@ -125,14 +130,17 @@ class _Columns:
         self._live.stop()
 
     def _table(self) -> Any:
+        from rich.console import Group
         from rich.panel import Panel
         from rich.table import Table
         from rich.text import Text
 
         table = Table.grid(expand=True)
-        for _ in self._answers:
+        panels = []
+        for a in self._answers:
             table.add_column(ratio=1)
-        table.add_row(*(Panel(Text(a.text or " "), title=Text(a.question), subtitle=Text(a.figures())) for a in self._answers))
+            panels.append(Panel(Group(Text(a.question, style="bold"), Text(a.figures(), style="dim"), Text(), Text(a.text.strip()))))
+        table.add_row(*panels)
         return table
 
 
