@@ -22,7 +22,7 @@ def reached(target: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, 
     """The newest record that holds the target's metric and was measured on the machine the target names."""
     for record in reversed(records):
         if target["metric"] in record["metrics"] and target.get("machine", "") in record["machine"]:
-            return {"reached": record["metrics"][target["metric"]], "date": record["date"], "command": record["command"]}
+            return {"reached": round(record["metrics"][target["metric"]], 4), "date": record["date"], "command": record["command"]}
     return None
 
 
