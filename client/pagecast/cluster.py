@@ -60,7 +60,8 @@ def role_specs(chosen: Mapping[str, Any], run_dir: str) -> list[RoleSpec]:
         specs.append(RoleSpec("worker", _argv(options.WORKER, _role_values(options.WORKER, chosen, run_dir) | {"rank": rank}), rank))
     grace = chosen["drain_announce_s"] + chosen["drain_timeout_s"] + _EXIT_MARGIN_S
     for index in range(chosen["num_frontends"]):
-        values = _role_values(options.FRONTEND, chosen, run_dir) | {"index": index, "reuse_port": chosen["num_frontends"] > 1}
+        shares = chosen["num_frontends"] > 1 or chosen.get("keeps_port", False)  # with each other, or with the socket that keeps it
+        values = _role_values(options.FRONTEND, chosen, run_dir) | {"index": index, "reuse_port": shares}
         if index > 0:
             values["uds"] = None  # a Unix socket has one listener
         specs.append(RoleSpec("frontend", _argv(options.FRONTEND, values), index, grace_s=grace))

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 from e2e.cli_server import pagecast, serve
 
 from pagecast import Client, SamplingParams
+from pagecast.errors import PagecastError
 from pagecast.types import Tokens
 
 ORACLE = ("--executor", "oracle")
@@ -86,6 +88,26 @@ def test_a_stream_survives_the_death_of_its_worker() -> None:
         assert tuple(got) == expected
         assert client.load().num_recoveries >= 1
     assert any("worker-0 ended" in line for line in served.lines)
+
+
+def test_a_killed_front_end_comes_back_where_it_was() -> None:
+    with serve(*ORACLE) as served:
+        port = int(served.address.rpartition(":")[2])
+        first = served.children()["frontend"][0]
+        first.kill()
+        first.wait(timeout=60)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                with Client(served.address, options=[("grpc.use_local_subchannel_pool", 1)]) as client:
+                    if client.health(timeout=5) == "SERVING":
+                        break
+            except PagecastError:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        (second,) = served.children()["frontend"]
+        assert second.pid != first.pid
+        assert port in [connection.laddr.port for connection in second.net_connections("tcp") if connection.status == "LISTEN"]
 
 
 def test_nothing_outlives_a_killed_supervisor() -> None:

@@ -46,8 +46,8 @@ def overview() -> str:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    parser = Parser(f"pagecast {command}", COMMANDS[command])
     try:
+        parser = Parser(f"pagecast {command}", COMMANDS[command])
         if command in _ROLES:
             roles = import_module("pagecast.cli.roles")
             roles.add_arguments(parser, command)

@@ -25,8 +25,9 @@ def run(args: argparse.Namespace) -> int:
     if chosen["log_format"] == "auto" and sys.stderr.isatty():
         chosen["log_format"] = "console"  # the roles write into a pipe and cannot see the terminal
     keeper = nullcontext()
-    if chosen["num_frontends"] > 1 and chosen["port"] == 0:
+    if chosen["port"] == 0:  # decided here, so that a front end that starts again is found where it was
         chosen["port"], keeper = cluster.shared_port(chosen["host"])  # type: ignore[assignment]
+        chosen["keeps_port"] = True
     try:
         with keeper, RunDir.take(args.run_dir) as run_dir:
             screen = Screen(str(chosen["served_model_name"]))
