@@ -12,7 +12,7 @@ from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from pagecast_scheduler.frontend import errors
 from pagecast_scheduler.frontend.errors import OF_FINISH, OF_REJECT, Reason, Refusal
-from pagecast_wire.intake import Abort, Pause, RejectReason, Submit
+from pagecast_wire.intake import Pause, RejectReason, Submit
 from pagecast_wire.sampling import FinishReason
 
 LEAK = re.compile(r"Error\b|Exception|Traceback|\.py|/work|/tmp|secret")
