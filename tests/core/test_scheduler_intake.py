@@ -4,6 +4,7 @@ import pytest
 from core.cluster import Cluster, make_config, make_submit
 
 from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.estimates import FEWEST_MEASURED, Estimates
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_wire.codec import pack_u32, view_u32
 from pagecast_wire.intake import Accepted, Rejected, RejectReason
@@ -170,3 +171,12 @@ def test_the_start_of_an_epoch_carries_the_sizes():
 
 def test_make_submit_is_a_valid_request():
     assert isinstance(Scheduler(make_config(), epoch=1).submit(make_submit(1, ONES, 2), 0), Accepted)
+
+
+def test_nobody_is_refused_for_how_slow_the_first_steps_were():
+    estimates = Estimates()
+    estimates.applied(0, 1, 1, 60_000)
+    assert estimates.finish_us(10, 7000, 32) == 0
+    for step in range(FEWEST_MEASURED):
+        estimates.applied(60_000, 1, 1, 62_000 + 2000 * step)
+    assert estimates.finish_us(10, 7000, 32) > 0

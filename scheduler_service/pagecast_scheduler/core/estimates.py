@@ -1,5 +1,8 @@
 """How fast the engine is going, from the results it has applied: what refusals by time and retry hints rest on."""
 
+FEWEST_MEASURED = 16
+"""Plans whose times must be known before anybody is refused for them: the first ones after a start can be many times slower."""
+
 
 class Estimates:
     """Exponential averages over steps; 0 until something was measured."""
@@ -8,11 +11,13 @@ class Estimates:
         self.step_us = 0.0  # one step, one token of a decoding row
         self.us_per_token = 0.0  # engine time per token computed, all requests together
         self._last_applied = 0
+        self._num_measured = 0
 
     def applied(self, planned_at: int, num_steps: int, num_tokens: int, now: int) -> None:
         """A plan of num_steps steps and num_tokens computed tokens completed now."""
         elapsed = max(0, now - max(planned_at, self._last_applied))
         self._last_applied = now
+        self._num_measured += 1
         if self.step_us:
             self.step_us += 0.05 * (elapsed / num_steps - self.step_us)
             self.us_per_token += 0.05 * (elapsed / max(1, num_tokens) - self.us_per_token)
@@ -20,7 +25,9 @@ class Estimates:
             self.step_us, self.us_per_token = elapsed / num_steps, elapsed / max(1, num_tokens)
 
     def finish_us(self, prefill_tokens: int, output_tokens: int, max_num_batched_tokens: int) -> int:
-        """Least time from admission until so many tokens are out, if nobody else took a share."""
+        """Least time from admission until so many tokens are out, if nobody else took a share. 0: too little is known."""
+        if self._num_measured < FEWEST_MEASURED:
+            return 0
         return int(self.step_us * (-(-prefill_tokens // max_num_batched_tokens) + max(0, output_tokens - 1)))
 
     def queue_us(self, queued_tokens: int) -> int:
