@@ -29,6 +29,9 @@ class ProgressReport:
             return
         self._phase, self._due = progress.phase, now + _EVERY_S
         self._link.send(progress)
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps({"phase": progress.phase, "done": progress.done, "total": progress.total}))
-        os.replace(draft, self._path)
+        try:
+            draft = self._path.with_suffix(".draft")
+            draft.write_text(json.dumps({"phase": progress.phase, "done": progress.done, "total": progress.total}))
+            os.replace(draft, self._path)
+        except OSError:
+            pass  # a full disk may cost the progress bar, never the worker
