@@ -144,7 +144,7 @@ async def test_cancel_before_acceptance_gives_exactly_one_abort(rig: Rig, stream
 async def test_a_deadline_is_passed_on_and_ends_with_one_abort(rig: Rig) -> None:
     call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec()), timeout=1.0)
     submit = await rig.scheduler.accept()
-    assert 0 < submit.deadline_ms <= 1000
+    assert 0 < submit.deadline_ms <= 1100  # gRPC rounds the time left up on its way
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rest_of(call)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
