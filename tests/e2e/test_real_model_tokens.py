@@ -73,6 +73,15 @@ def test_alone(reference: Reference, llm: LLM) -> None:
         assert judge(reference, llm, [name], bypass=True) == [0]
 
 
+def test_alone_with_prefix_hits(reference: Reference, llm: LLM) -> None:
+    """The second time all full blocks come from the cache; a prompt within one block has none."""
+    for name in PROMPTS:
+        length = len(reference.encode(PROMPTS[name]))
+        if length > 16:
+            assert judge(reference, llm, [name], cache_scope="alone") == [0]
+            assert judge(reference, llm, [name], cache_scope="alone") == [(length - 1) // 16 * 16]
+
+
 def test_sixteen_at_once_without_and_with_prefix_hits(reference: Reference, llm: LLM) -> None:
     names = list(PROMPTS)
     judge(reference, llm, names, cache_scope="twice")

@@ -124,13 +124,14 @@ def check_lift(scheduler: Scheduler, tenant: str, active: dict[str, int]) -> Non
 
 
 def check_victim(candidates: list[policy.Running], requester: policy.Running, victim: policy.Running | None) -> None:
-    """Never the oldest awake, never more urgent than who asks, never who has a part in the plan; the least work lost."""
+    """Never the oldest awake, never one more urgent than who asks unless it is paused, never who has a part in the plan; the least
+    work lost."""
     if victim is None:
         return
     awake = [c for c in candidates if not c.paused]
     if awake and victim.order == min(c.order for c in awake) and not victim.paused:
         raise Violation(f"row {victim.row}, the oldest, is preempted")
-    if victim.urgency < requester.urgency:
+    if victim.urgency < requester.urgency and not victim.paused:
         raise Violation(f"row {victim.row} of class {victim.urgency} is preempted for row {requester.row} of class {requester.urgency}")
     if victim.protected or victim.row == requester.row:
         raise Violation(f"row {victim.row} is preempted while it has a part in the plan")
