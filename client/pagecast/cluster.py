@@ -39,6 +39,8 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
         chosen["model"], name = str(models.resolve(model)), models.display_name(model)
     if chosen["served_model_name"] is None:
         chosen["served_model_name"] = name
+    if chosen["tokenizer"] is not None:
+        chosen["tokenizer"] = str(models.resolve(chosen["tokenizer"]))
     return chosen
 
 
@@ -92,7 +94,9 @@ def shared_port(host: str) -> tuple[int, socket.socket]:
 def _role_values(role: str, chosen: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
     values = {option.name: chosen.get(option.name, option.default) for option in options.of(role)} | {"run_dir": run_dir}
     made_up = chosen["executor"] == "oracle" or chosen["random_weights"] is not None
-    if role == options.FRONTEND and made_up:
+    if role == options.FRONTEND and chosen["tokenizer"] is not None:
+        values["model"] = chosen["tokenizer"]
+    elif role == options.FRONTEND and made_up:
         values["model"] = ""  # no tokenizer either: the front end then maps bytes to ids
     return values
 
