@@ -1,16 +1,37 @@
-"""This rank's place in its tensor-parallel group and the two collectives that a split model needs.
+"""This rank's place in its tensor-parallel group, which part of a tensor it holds, and the collectives that a split model needs.
 
 Weights are split as in Megatron-LM (Shoeybi et al. 2019): projections into heads and into the intermediate size by rows, those back
 to the hidden size by columns, whose partial sums `all_reduce` adds; the vocabulary by rows, whose logits `all_gather` joins.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pagecast_worker.executor import LoadError
+
+VOCABULARY_UNIT = 16
+"""Every rank's first token id is a multiple of it: random bits are drawn for four ids at once, and rows of logits stay aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a tensor: indices [start, stop) along dim."""
+
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a whole tensor, a view."""
+        return tensor.narrow(self.dim, self.start, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +47,29 @@ class Ranks:
             raise LoadError(f"tensor_parallel_size must divide {what}, got {self.size} for {count}")
         return count // self.size
 
-    def part(self, tensor: Tensor, dim: int, what: str) -> Tensor:
-        """This rank's slice of a full tensor along dim, a view."""
-        size = self.share(tensor.shape[dim], what)
-        return tensor.narrow(dim, self.rank * size, size)
+    def copies(self, count: int, what: str) -> int:
+        """How many ranks hold the same one of `count` KV heads: 1 while there are enough for all. Raises LoadError."""
+        if count % self.size and self.size % count:
+            raise LoadError(f"tensor_parallel_size must divide {what} or be a multiple of it, got {self.size} for {count}")
+        return max(1, self.size // count)
+
+    def part(self, dim: int, count: int, what: str, copies: int = 1) -> Part:
+        """This rank's equal part of `count` indices, of which `copies` neighbouring ranks hold the same. Raises LoadError."""
+        size = self.share(count * copies, what)
+        start = self.rank // copies * size
+        return Part(dim, start, start + size)
+
+    def vocabulary(self, count: int) -> Part:
+        """This rank's token ids; the last rank may hold fewer. Raises LoadError where one would hold none."""
+        size = self.vocabulary_share(count)
+        start = self.rank * size
+        if size * (self.size - 1) >= count:
+            raise LoadError(f"tensor_parallel_size is too large for vocab_size {count}, got {self.size}")
+        return Part(0, start, min(start + size, count))
+
+    def vocabulary_share(self, count: int) -> int:
+        """Token ids of every rank but the last."""
+        return count if self.size == 1 else -(-count // (self.size * VOCABULARY_UNIT)) * VOCABULARY_UNIT
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
@@ -37,10 +77,14 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """ops.add_rms_norm of the ranks' summands x[T, H], which are lost."""
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)  # type: ignore[no-any-return]
+
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Ranks' tensors [.., n] joined along the last dimension in the order of ranks."""
+        """Ranks' tensors [B, n] of equal shape joined to [B, size · n] in the order of ranks."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts, -1)
+        joined = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather_into_tensor(joined.view(-1, tensor.shape[-1]), tensor.contiguous())
+        return joined.movedim(0, -2).flatten(-2)

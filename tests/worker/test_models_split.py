@@ -7,6 +7,7 @@ from worker.tiny_model import write_model
 from pagecast_worker import cpu_ops
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
+from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.loading.load import load_model, open_checkpoint
 from pagecast_worker.parallel import Ranks
@@ -38,8 +39,8 @@ def test_parts_add_up(models):
 
     same(lambda model: model.layers[1].feed_forward.forward(cpu_ops, x), sum)
     same(lambda model: model.embedding.forward(cpu_ops, ids), sum)
-    same(lambda model: model.logits(cpu_ops, x), lambda parts: torch.cat(parts, -1))
-    assert {half.layers[0].attention.qkv.shape for half in halves} == {torch.Size([128, 128])}
+    same(lambda model: model.head.local(cpu_ops, x), lambda parts: torch.cat(parts, -1))
+    assert {half.layers[0].attention.qkv.weight.shape for half in halves} == {torch.Size([128, 128])}
 
 
 def test_attention_of_both_ranks_adds_up(models):
@@ -59,6 +60,34 @@ def test_attention_of_both_ranks_adds_up(models):
     torch.testing.assert_close(attend(halves[0]) + attend(halves[1]), attend(whole), rtol=1e-5, atol=1e-5)
 
 
-def test_heads_that_do_not_divide_are_refused(tmp_path):
-    with pytest.raises(LoadError, match="tensor_parallel_size must divide num_key_value_heads, got 4 for 2"):
-        load(write_model(tmp_path), 4, 0)
+def test_kv_heads_are_replicated_where_ranks_exceed_them(tmp_path):
+    whole = load(write_model(tmp_path), 1, 0).layers[0].attention.qkv.weight
+    quarters = [load(tmp_path, 4, rank) for rank in range(4)]
+    assert {(model.num_kv_heads, model.layers[0].attention.num_heads) for model in quarters} == {(1, 1)}
+    for rank, model in enumerate(quarters):  # 4 query heads, then 2 key and 2 value heads, of 32 rows each
+        heads = [rank, 4 + rank // 2, 6 + rank // 2]
+        expected = torch.cat([whole[32 * head : 32 * head + 32] for head in heads])
+        assert torch.equal(model.layers[0].attention.qkv.weight, expected)
+
+
+def test_a_vocabulary_that_does_not_divide_leaves_the_last_rank_fewer():
+    parts = [Ranks(rank, 3).vocabulary(100) for rank in range(3)]
+    assert [(part.start, part.stop) for part in parts] == [(0, 48), (48, 96), (96, 100)]
+    with pytest.raises(LoadError, match="too large for vocab_size 30, got 3"):
+        Ranks(0, 3).vocabulary(30)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(3, "must divide num_key_value_heads or be a multiple of it, got 3 for 2"), (8, "must divide num_attention_heads, got 8 for 4")],
+)
+def test_heads_that_do_not_divide_are_refused(tmp_path, size, message):
+    with pytest.raises(LoadError, match=f"tensor_parallel_size {message}"):
+        load(write_model(tmp_path), size, 0)
+
+
+def test_a_bias_is_added_once():
+    x, weight, bias = torch.randn(2, 4), torch.randn(3, 4), torch.randn(3)
+    halves = [RowParallel(part.contiguous(), Ranks(rank, 2), bias) for rank, part in enumerate(weight.chunk(2, 1))]
+    summed = sum(half.forward(cpu_ops, x_half) for half, x_half in zip(halves, x.chunk(2, 1), strict=True))
+    torch.testing.assert_close(summed, ColumnParallel(weight, bias).forward(cpu_ops, x))

@@ -127,7 +127,7 @@ def test_copied_blocks_hold_what_the_source_held(executor):
 @torch.inference_mode()
 def test_row_that_is_not_a_number_is_flagged_and_leaves_nothing_behind(executor):
     expected = run(executor, jobs_of(2))
-    weight = executor.model.layers[0].attention.qkv
+    weight = executor.model.layers[0].attention.qkv.weight
     saved = weight.clone()
     weight.fill_(float("nan"))
     bad = jobs_of(2, 1)

@@ -6,33 +6,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.step_inputs import StepInputs
-from pagecast_worker.parallel import Ranks
 
 
 @dataclass(slots=True)
 class Attention:
     """One layer's attention on one rank; num_heads and num_kv_heads are this rank's.
 
-    qkv[(Hq + 2 Hkv) D, H] is split by heads; output[H, Hq D] by columns, so its product is a partial sum over ranks.
+    qkv's weight is [(Hq + 2 Hkv) D, H], split by heads; output's [H, Hq D], so its product is one summand over ranks.
     """
 
-    qkv: Tensor
-    output: Tensor
+    qkv: ColumnParallel
+    output: RowParallel
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    ranks: Ranks
 
     def forward(self, ops: Any, x: Tensor, step: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """x[T, H] normed -> [T, H]."""
+        """x[T, H] normed -> [T, H], this rank's summand."""
         q = ops.rope_and_write_kv(
-            ops.linear(x, self.qkv), cos_sin, step.positions, step.slot_mapping, k_cache, v_cache,
+            self.qkv.forward(ops, x), cos_sin, step.positions, step.slot_mapping, k_cache, v_cache,
             self.num_heads, self.num_kv_heads, self.head_dim,
         )
         attended = self._attend(ops, q, step, k_cache, v_cache)
-        return self.ranks.all_reduce(ops.linear(attended.view(x.shape[0], -1), self.output))
+        return self.output.forward(ops, attended.view(x.shape[0], -1))
 
     def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         decodes = step.num_decodes

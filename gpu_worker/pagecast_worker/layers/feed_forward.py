@@ -5,17 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from pagecast_worker.parallel import Ranks
+from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 
 
 @dataclass(slots=True)
 class FeedForward:
-    """gate_up[2 I, H] holds this rank's gate rows, then its up rows; down[H, I] gives a partial sum over ranks."""
+    """gate_up's weight [2 I, H] holds this rank's gate rows, then its up rows; down's [H, I] gives one summand over ranks."""
 
-    gate_up: Tensor
-    down: Tensor
-    ranks: Ranks
+    gate_up: ColumnParallel
+    down: RowParallel
 
     def forward(self, ops: Any, x: Tensor) -> Tensor:
-        """x[T, H] normed -> [T, H]."""
-        return self.ranks.all_reduce(ops.linear(ops.linear_silu_mul(x, self.gate_up), self.down))
+        """x[T, H] normed -> [T, H], this rank's summand."""
+        return self.down.forward(ops, self.gate_up.forward_silu_mul(ops, x))

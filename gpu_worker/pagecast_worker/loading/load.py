@@ -66,7 +66,7 @@ def load_model(
                 checkpoint.fill(source.parameter)
         else:
             value = checkpoint.tensor(source.name, source.shape)
-            part = value if source.split is None else ranks.part(value, source.split, source.what)
+            part = value if source.part is None else source.part.of(value)
             source.parameter.narrow(0, source.row, part.shape[0]).copy_(part)
         if source.row == 0:
             done += source.parameter.nbytes
