@@ -120,7 +120,7 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     prompt: u32 column of token ids, at least one. history: per sequence a u32 column of output ids already delivered
     (empty for a new request); generation continues after them. cache_namespace: 32 bytes that the server derived; requests
-    share prefix-cache blocks only within one namespace. Times are relative milliseconds, converted once on arrival.
+    share prefix-cache blocks only within one namespace. bypass_prefix_cache is implied by prompt log-probabilities. Times are relative milliseconds, converted once on arrival.
     """
 
     key: int
@@ -209,6 +209,7 @@ class Finished(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     """End of one sequence; follows (in the same batch or later) the batch that carries its last token.
 
     stop_token_id: the id that ended it for STOP by token; it is the last of the sequence's tokens. -1 otherwise.
+    constraint_fault: a ConstraintFault, for CONSTRAINT_FAILED.
     """
 
     key: int
@@ -216,6 +217,7 @@ class Finished(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     reason: FinishReason
     usage: Usage
     stop_token_id: int = -1
+    constraint_fault: int = 0
 
 
 class Progress(Struct, frozen=True, forbid_unknown_fields=True):
@@ -230,12 +232,32 @@ class Progress(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenLogprobs(Struct, frozen=True, forbid_unknown_fields=True):
-    """Log-probabilities of one token: its own, and the best ones as columns (u32 ids, f32 values), best first."""
+    """Log-probabilities of one output token: its own, and the best ones as columns (u32 ids, f32 values), best first.
+
+    Comes in the same batch as the token, for every token of a sequence that asked; offset is the token's output offset.
+    """
 
     key: int
     sequence: int
     offset: int
     logprob: float
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class PromptLogprobs(Struct, frozen=True, forbid_unknown_fields=True):
+    """Log-probabilities of consecutive prompt tokens, each given all before it. Only the first sequence computes them.
+
+    start: position of the first token here, 1 at least (the prompt's first token has none). logprobs: f32 column, one per token.
+    top_ids/top_logprobs: u32 and f32 columns, num_top for each token, best first. Parts of a prompt come in order, without gap or
+    repeat, none later than the batch of the first output token. A request submitted again after a scheduler was lost begins anew:
+    a receiver ignores positions that it has.
+    """
+
+    key: int
+    start: int
+    num_top: int
+    logprobs: bytes
     top_ids: bytes = b""
     top_logprobs: bytes = b""
 
@@ -258,6 +280,7 @@ class FrontendBatch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     finished: tuple[Finished, ...] = ()
     progress: tuple[Progress, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class LoadProgress(Struct, frozen=True, forbid_unknown_fields=True, tag="load_progress"):

@@ -11,6 +11,11 @@ FLAG_BAD = 2
 FLAG_IDLE = 4
 """k-step plans only: the row had ended before this one of the k; its token is meaningless."""
 
+FLAG_DEAD = 8
+"""The row's constraint or token rules leave no token; its token is meaningless, and the sequence ends here."""
+FLAG_LARGE = 16
+"""Beside FLAG_DEAD: the constraint has grown beyond the worker's limits."""
+
 
 class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_hello"):
     """A rank dials in when its weights are loaded and its pool is sized. One incarnation per process life."""
@@ -34,8 +39,12 @@ class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
     tokens: u32 column of num_steps * n entries for the n rows that sampled, in ascending row number, step-major
     (all rows of the first of the k steps, then of the second ...). flags: u8 column, same shape.
-    logprob_rows: u32 column of indices into `tokens`, for rows that asked; logprobs f32, same length; top_ids/top_logprobs: each
-    asked row's num_logprobs best entries, concatenated in the same order.
+    logprob_rows: u32 column of indices into `tokens`, for rows that asked; logprobs f32, same length; top_counts u32, same length;
+    top_ids/top_logprobs: each asked row's num_logprobs best entries, concatenated in the same order.
+    prompt_rows/prompt_starts/prompt_counts/prompt_tops: u32 columns, one entry per chunk of a row that asked for prompt
+    log-probabilities: the row, the position of the first token told of, how many there are, and how many best entries each has. A
+    chunk over [start, end) tells of tokens start + 1 to end, as far as they are of the prompt. prompt_logprobs f32,
+    prompt_top_ids u32 and prompt_top_logprobs f32 hold all entries' values end to end.
     """
 
     epoch: int
@@ -48,6 +57,13 @@ class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     top_counts: bytes = b""
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    prompt_rows: bytes = b""
+    prompt_starts: bytes = b""
+    prompt_counts: bytes = b""
+    prompt_tops: bytes = b""
+    prompt_logprobs: bytes = b""
+    prompt_top_ids: bytes = b""
+    prompt_top_logprobs: bytes = b""
     device_us: int = 0
 
 

@@ -37,9 +37,12 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
         return st.fixed_dictionaries(fields).map(lambda values, cls=info.cls: cls(**values))
     if isinstance(info, inspect.VarTupleType):
         return st.lists(_of(info.item_type), max_size=3).map(tuple)
+    if isinstance(info, inspect.UnionType):
+        return st.one_of(*(_of(option) for option in info.types))
     if isinstance(info, inspect.EnumType):
         return st.sampled_from(list(info.cls))
     plain: dict[type, st.SearchStrategy[Any]] = {
+        inspect.NoneType: st.none(),
         inspect.IntType: st.integers(-(1 << 63), (1 << 64) - 1),
         inspect.FloatType: st.floats(allow_nan=False),
         inspect.BoolType: st.booleans(),

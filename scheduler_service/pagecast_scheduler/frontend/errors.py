@@ -45,6 +45,7 @@ class Reason(Enum):
     BY_ADMIN = (_CODE.CANCELLED, "the request was cancelled by the server")
     NUMERIC_FAULT = (_CODE.INTERNAL, "the model produced no valid number for this request")
     POISON_REQUEST = (_CODE.INTERNAL, "the request repeatedly brought a worker down")
+    CONSTRAINT_FAILED = (_CODE.INVALID_ARGUMENT, "the request's constraint or token rules cannot be followed")
     BUG = (_CODE.INTERNAL, "internal error")
 
     @property
@@ -90,6 +91,7 @@ OF_FINISH: dict[FinishReason, Reason] = {
     FinishReason.NUMERIC_FAULT: Reason.NUMERIC_FAULT,
     FinishReason.WORKER_LOST: Reason.WORKER_LOST,
     FinishReason.POISON_REQUEST: Reason.POISON_REQUEST,
+    FinishReason.CONSTRAINT_FAILED: Reason.CONSTRAINT_FAILED,
 }
 """One row per way an accepted request ends without success; the other finish reasons are successes."""
 
