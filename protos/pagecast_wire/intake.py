@@ -120,7 +120,8 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
     prompt: u32 column of token ids, at least one. history: per sequence a u32 column of output ids already delivered
     (empty for a new request); generation continues after them. cache_namespace: 32 bytes that the server derived; requests
-    share prefix-cache blocks only within one namespace. bypass_prefix_cache is implied by prompt log-probabilities. Times are relative milliseconds, converted once on arrival.
+    share prefix-cache blocks only within one namespace. bypass_prefix_cache is implied by prompt
+    log-probabilities. Times are relative milliseconds, converted once on arrival.
     """
 
     key: int
