@@ -107,7 +107,11 @@ def other_variants() -> Iterator[Variant]:
     yield "gather_rows", lambda: steps.gather_rows(row, scalars, seeds, _ints(17, 64), 16)
     yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)
     for depth in (4096, 576):
-        yield f"gemv {depth}", lambda k=depth: gemv.gemv(x[:1, :k], torch.zeros((64, k)).bfloat16())
+        one, weight = x[:1, :depth].contiguous(), torch.zeros((64, depth)).bfloat16()
+        yield f"gemv {depth}", lambda one=one, weight=weight: gemv.gemv(one, weight)
+        yield f"gemv_add {depth}", lambda one=one, weight=weight: gemv.gemv_add(one, weight, x[:1, :64].contiguous())
+        yield f"norm_gemv {depth}", lambda one=one, weight=weight: gemv.norm_gemv(one, one[0], 1e-5, weight)
+        yield f"norm_gemv_silu_mul {depth}", lambda one=one, weight=weight: gemv.norm_gemv_silu_mul(one, one[0], 1e-5, weight)
     for dtype in (torch.bfloat16, torch.float32):
         logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
         args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))

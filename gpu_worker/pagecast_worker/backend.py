@@ -10,6 +10,7 @@ from torch import Tensor
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.checkpoint import dtype_named
+from pagecast_worker.models import one_row
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.llama import Llama
 from pagecast_worker.staging import Staging
@@ -78,7 +79,7 @@ def device_named(name: str) -> torch.device:
 def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
     from pagecast_kernels import reference, triton_ops
-    from pagecast_kernels.gemv import gemv
+    from pagecast_kernels.gemv import gemv, gemv_add, norm_gemv, norm_gemv_silu_mul
 
     attention = model.layers[0].attention
     rows = config.max_num_seqs
@@ -100,10 +101,12 @@ def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> 
     def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
         return triton_ops.silu_mul(linear(x, weight))
 
+    one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul, "linear_add": gemv_add}
     names = ("rms_norm", "add_rms_norm", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows", "finish_rows")
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
         linear=linear, linear_silu_mul=linear_silu_mul, paged_decode=paged_decode, sample=sample,
+        one_row=one_row.suits(model), **one_row_ops,
     )
 
 

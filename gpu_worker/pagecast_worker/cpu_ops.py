@@ -27,6 +27,8 @@ __all__ = [
 MAX_NOISE = 16.65
 """Above the largest Gumbel noise there is: -log(-log(1 - 2^-24)) = 16.64."""
 _FIRST_LOOK = 32
+one_row = False
+"""Whether a step of one token has operators of its own (models.one_row)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:

@@ -1,7 +1,8 @@
 """The product for one row: y[1, N] = x[1, K] @ weight[N, K].T, which is nothing but reading the weight once.
 
 No tensor core and no shared tile: a program owns a few whole rows of the weight, so nothing is split over programs and nothing is
-added up afterwards. benchmarks/NOTES.md says what else was tried.
+added up afterwards. As every program goes over all of x, what surrounds the product of a decoder layer is done in passing: the
+RMSNorm before it, and the residual sum or SiLU·mul after it. benchmarks/NOTES.md says what else was tried.
 """
 
 from typing import NamedTuple
@@ -25,27 +26,87 @@ BEST = GemvConfig(8, 512, 4, 4)
 
 
 @triton.jit
-def _gemv(weight_ptr, x_ptr, out_ptr, N, K, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr):
+def _weights(weight_ptr, start, column, depth, EVEN: tl.constexpr):
+    """A tile of rows that begin at `start`, from `column` on. Each weight is read once: it may leave the cache first."""
+    if EVEN:
+        return tl.load(weight_ptr + start[:, None] + column[None, :], eviction_policy="evict_first").to(tl.float32)
+    else:
+        inside = (column < depth)[None, :]
+        return tl.load(weight_ptr + start[:, None] + column[None, :], inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _gemv(
+    weight_ptr, x_ptr, gamma_ptr, out_ptr, N, K, eps,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.minimum(row, N - 1).to(tl.int64) * K
-    column = tl.arange(0, DEPTH)
+    other = start + N.to(tl.int64) * K  # GATED: the up row of each gate row
+    offset = tl.arange(0, DEPTH)
     acc = tl.zeros([ROWS, DEPTH], tl.float32)
+    up = tl.zeros([ROWS, DEPTH], tl.float32)
+    squares = tl.zeros([DEPTH], tl.float32)
     for k in tl.range(0, K, DEPTH, num_stages=STAGES):
+        column = k + offset
         if EVEN:
-            w = tl.load(weight_ptr + start[:, None] + (k + column)[None, :], eviction_policy="evict_first")
-            x = tl.load(x_ptr + k + column)
+            x = tl.load(x_ptr + column).to(tl.float32)
         else:
-            inside = k + column < K
-            w = tl.load(weight_ptr + start[:, None] + (k + column)[None, :], inside[None, :], 0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptr + k + column, inside, 0.0)
-        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-    tl.store(out_ptr + row, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), row < N)
+            x = tl.load(x_ptr + column, column < K, 0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(gamma_ptr + column, column < K, 0.0).to(tl.float32)
+        acc += _weights(weight_ptr, start, column, K, EVEN) * x[None, :]
+        if GATED:
+            up += _weights(weight_ptr, other, column, K, EVEN) * x[None, :]
+    y = tl.sum(acc, 1)
+    scale = 1.0
+    if NORM:
+        # The norm's factor is the same for every column: it may come after the sum.
+        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= scale
+    if GATED:
+        y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * scale)
+    if ADD:
+        y += tl.load(out_ptr + row, row < N, 0.0).to(tl.float32)
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), row < N)
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemvConfig, gamma: torch.Tensor | None, eps: float, gated: bool, add: bool
+) -> torch.Tensor:
+    rows = config.rows // 2 if gated else config.rows  # as many weights a step either way
+    N, K = out.shape[1], weight.shape[1]
+    _gemv[(triton.cdiv(N, rows),)](
+        weight, x, gamma, out, N, K, eps, rows, config.depth, config.stages, K % config.depth == 0, gamma is not None, gated, add,
+        num_warps=config.warps,
+    )  # fmt: skip
+    return out
 
 
 def gemv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, config: GemvConfig = BEST) -> torch.Tensor:
     """x [1, K] @ weight [N, K].T -> [1, N]; contiguous, float32 accumulation. See reference.linear."""
-    N, K = weight.shape
-    out = torch.empty((1, N), dtype=x.dtype, device=x.device) if out is None else out
-    even = K % config.depth == 0
-    _gemv[(triton.cdiv(N, config.rows),)](weight, x, out, N, K, config.rows, config.depth, config.stages, even, num_warps=config.warps)
-    return out
+    out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
+    return _launch(x, weight, out, config, None, 0.0, False, False)
+
+
+def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: GemvConfig = BEST) -> torch.Tensor:
+    """Adds x [1, K] @ weight [N, K].T to residual [1, N], in place. See reference.linear_add."""
+    return _launch(x, weight, residual, config, None, 0.0, False, True)
+
+
+def norm_gemv(
+    x: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor, out: torch.Tensor | None = None, config: GemvConfig = BEST
+) -> torch.Tensor:
+    """The product of RMSNorm(x [1, K]) and weight [N, K].T -> [1, N]. See reference.norm_linear."""
+    out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
+    return _launch(x, weight, out, config, gamma, eps, False, False)
+
+
+def norm_gemv_silu_mul(
+    x: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor, out: torch.Tensor | None = None, config: GemvConfig = BEST
+) -> torch.Tensor:
+    """SiLU·mul of the product of RMSNorm(x [1, K]) and weight [2I, K].T -> [1, I]. See reference.norm_linear_silu_mul."""
+    out = torch.empty((1, weight.shape[0] // 2), dtype=x.dtype, device=x.device) if out is None else out
+    return _launch(x, weight, out, config, gamma, eps, True, False)

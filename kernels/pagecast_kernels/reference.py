@@ -59,6 +59,21 @@ def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return silu_mul(F.linear(x, weight), out)
 
 
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """residual[M, N] += x[M, K] · weight[N, K]ᵀ, in place, rounded once. Returns residual."""
+    return residual.copy_(_accurate(residual) + F.linear(_accurate(x), _accurate(weight)))
+
+
+def norm_linear(x: Tensor, gamma: Tensor, eps: float, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """linear(rms_norm(x[M, K], gamma[K]), weight[N, K]), rounded once. Returns [M, N]."""
+    return _give(F.linear(rms_norm(_accurate(x), gamma, eps), _accurate(weight)), out, x.dtype)
+
+
+def norm_linear_silu_mul(x: Tensor, gamma: Tensor, eps: float, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu_mul(norm_linear(x[M, K], gamma, weight[2I, K])), rounded once. Returns [M, I]."""
+    return _give(silu_mul(F.linear(rms_norm(_accurate(x), gamma, eps), _accurate(weight))), out, x.dtype)
+
+
 def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, out: Tensor | None = None) -> Tensor:
     """weight[id - start] for token_ids int[T]; zeros outside [start, start + len(weight)): vocabulary shards add up."""
     local = token_ids.long() - start

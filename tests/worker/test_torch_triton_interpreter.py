@@ -49,3 +49,26 @@ def test_same_tokens_from_both_sets_of_operators(executor, monkeypatch):
     expected = outputs(executor)
     monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
     assert outputs(executor) == expected
+
+
+def test_a_request_alone_has_kernels_of_its_own(executor, monkeypatch):
+    """Steps of one row: six launches a layer give the tokens of nine."""
+    prompt = [(11 * i) % 500 + 3 for i in range(19)]
+
+    def alone() -> list[int]:
+        driver = Driver(executor, NUM_BLOCKS, max_num_seqs=4, max_model_len=128)
+        job = Job(prompt, 5, SamplingParams(temperature=0.0))
+        driver.admit(job)
+        driver.chunk(job)
+        driver.finish()
+        return job.output
+
+    expected = alone()
+    ops = cuda_operators(executor.config, executor.model, torch.device("cpu"))
+    assert ops.one_row
+    calls = []
+    add = ops.linear_add
+    ops.linear_add = lambda *args: calls.append(1) or add(*args)
+    monkeypatch.setattr(executor, "ops", ops)
+    assert alone() == expected
+    assert len(calls) == 4 * 2 * executor.model.config.num_layers

@@ -26,12 +26,14 @@ class Attention:
 
     def forward(self, ops: Any, x: Tensor, step: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """x[T, H] normed -> [T, H], this rank's summand."""
+        return self.output.forward(ops, self.attend(ops, self.qkv.forward(ops, x), step, cos_sin, k_cache, v_cache))
+
+    def attend(self, ops: Any, qkv: Tensor, step: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """qkv[T, (Hq + 2 Hkv) D] -> [T, Hq D]: rotation, cache write and attention."""
         q = ops.rope_and_write_kv(
-            self.qkv.forward(ops, x), cos_sin, step.positions, step.slot_mapping, k_cache, v_cache,
-            self.num_heads, self.num_kv_heads, self.head_dim,
+            qkv, cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, self.num_heads, self.num_kv_heads, self.head_dim
         )
-        attended = self._attend(ops, q, step, k_cache, v_cache)
-        return self.output.forward(ops, attended.view(x.shape[0], -1))
+        return self._attend(ops, q, step, k_cache, v_cache).view(qkv.shape[0], -1)
 
     def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         decodes = step.num_decodes

@@ -13,6 +13,7 @@ from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.rotary import cos_sin_table
 from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.models import one_row
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.parallel import Part, Ranks
 
@@ -102,6 +103,8 @@ class Llama:
 
     def forward(self, ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states [T, H] after the last norm. caches: K and V of every layer, written and read in place."""
+        if ops.one_row and step.token_ids.shape[0] == 1:
+            return one_row.forward(self, ops, step, caches)
         eps = self.config.rms_norm_eps
         residual = self.embedding.forward(ops, step.token_ids)
         x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
