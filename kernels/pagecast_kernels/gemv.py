@@ -74,8 +74,9 @@ def _gemv(
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemvConfig, gamma: torch.Tensor | None, eps: float, gated: bool, add: bool
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemvConfig,
+    gamma: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False, add: bool = False,
+) -> torch.Tensor:  # fmt: skip
     rows = config.rows // 2 if gated else config.rows  # as many weights a step either way
     N, K = out.shape[1], weight.shape[1]
     _gemv[(triton.cdiv(N, rows),)](
@@ -88,12 +89,12 @@ def _launch(
 def gemv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, config: GemvConfig = BEST) -> torch.Tensor:
     """x [1, K] @ weight [N, K].T -> [1, N]; contiguous, float32 accumulation. See reference.linear."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
-    return _launch(x, weight, out, config, None, 0.0, False, False)
+    return _launch(x, weight, out, config)
 
 
 def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: GemvConfig = BEST) -> torch.Tensor:
     """Adds x [1, K] @ weight [N, K].T to residual [1, N], in place. See reference.linear_add."""
-    return _launch(x, weight, residual, config, None, 0.0, False, True)
+    return _launch(x, weight, residual, config, add=True)
 
 
 def norm_gemv(
@@ -101,7 +102,7 @@ def norm_gemv(
 ) -> torch.Tensor:
     """The product of RMSNorm(x [1, K]) and weight [N, K].T -> [1, N]. See reference.norm_linear."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
-    return _launch(x, weight, out, config, gamma, eps, False, False)
+    return _launch(x, weight, out, config, gamma, eps)
 
 
 def norm_gemv_silu_mul(
@@ -109,4 +110,4 @@ def norm_gemv_silu_mul(
 ) -> torch.Tensor:
     """SiLU·mul of the product of RMSNorm(x [1, K]) and weight [2I, K].T -> [1, I]. See reference.norm_linear_silu_mul."""
     out = torch.empty((1, weight.shape[0] // 2), dtype=x.dtype, device=x.device) if out is None else out
-    return _launch(x, weight, out, config, gamma, eps, True, False)
+    return _launch(x, weight, out, config, gamma, eps, gated=True)

@@ -26,7 +26,7 @@ def test_what_surrounds_the_product_of_a_layer_is_done_in_passing(columns: int, 
     residual = torch.randn(1, columns, generator=generator).half()
     config = GemvConfig(8, 128, 2, 4)
     exact = [tensor.double() for tensor in (x, gamma[0], weight, gates, residual)]
-    nan = lambda: torch.full((1, columns), float("nan"), dtype=torch.float16)  # noqa: E731
+    nan = lambda: torch.full((1, columns), float("nan"), dtype=torch.float16)
     pairs = (
         (norm_gemv(x, gamma[0], 1e-5, weight, nan(), config), reference.norm_linear(exact[0], exact[1], 1e-5, exact[2])),
         (norm_gemv_silu_mul(x, gamma[0], 1e-5, gates, nan(), config), reference.norm_linear_silu_mul(exact[0], exact[1], 1e-5, exact[3])),
