@@ -87,6 +87,16 @@ def attention_variants() -> Iterator[Variant]:
         )
 
 
+def hopper_variants() -> Iterator[Variant]:
+    """The Gluon prefill, which only Hopper has."""
+    from pagecast_kernels import prefill_hopper
+
+    for kv_heads, size in ((2, 16), (1, 64)):
+        q, cache = torch.zeros((2, 8, 128), dtype=torch.bfloat16), torch.zeros((4, kv_heads, size, 128), dtype=torch.bfloat16)
+        args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(3), _ints(2), 0.1, 64, q, configs.HOPPER_PREFILL)
+        yield f"paged_prefill hopper g{8 // kv_heads} page{size}", lambda args=args: prefill_hopper.launch(*args)
+
+
 def other_variants() -> Iterator[Variant]:
     x = torch.zeros((2, 4096), dtype=torch.bfloat16)
     yield "rms_norm", lambda: norms.rms_norm(x, x[0], 1e-5)
@@ -126,7 +136,8 @@ def main() -> int:
     args = parser.parse_args()
     compiled = compile_only(args.arch)
     bad = 0
-    for name, launch in [*attention_variants(), *other_variants()]:
+    hopper = hopper_variants() if args.arch == 90 else ()
+    for name, launch in [*attention_variants(), *hopper, *other_variants()]:
         if args.only not in name:
             continue
         compiled.clear()

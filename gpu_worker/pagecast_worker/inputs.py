@@ -45,11 +45,15 @@ def decode_inputs(ops: Any, state: BatchState, rows: Tensor, block_size: int) ->
 
 
 def padded_inputs(ops: Any, state: BatchState, padded: PaddedStep, block_size: int) -> tuple[StepInputs, SampleInputs]:
-    """Inputs of a padded step, from tensors alone: the decoding rows' part as in `decode_inputs`, then the prefill tokens."""
+    """Inputs of a padded step, from tensors alone: as sent, but for the decoding rows in front, which are as in `decode_inputs`."""
     step, _ = decode_inputs(ops, state, padded.decode_rows, block_size)
+    decodes = padded.size.decodes
+    real = padded.decode_rows != state.padding
+    slots = padded.slots.long()
+    for sent, known in ((padded.token_ids, step.token_ids), (padded.positions, step.positions), (slots, step.slot_mapping)):
+        torch.where(real, known, sent[:decodes], out=sent[:decodes])
     joined = StepInputs(
-        token_ids=torch.cat((step.token_ids, padded.token_ids)), positions=torch.cat((step.positions, padded.positions)),
-        slot_mapping=torch.cat((step.slot_mapping, padded.slots.long())), block_table=state.table, num_decodes=padded.size.decodes,
+        token_ids=padded.token_ids, positions=padded.positions, slot_mapping=slots, block_table=state.table, num_decodes=decodes,
         decode_rows=padded.decode_rows, decode_seq_lens=step.decode_seq_lens, num_prefills=padded.size.chunks, prefill_rows=padded.rows,
         prefill_seq_lens=padded.seq_lens, query_start_loc=padded.starts, max_query_len=padded.size.tokens,
     )
@@ -73,7 +77,7 @@ def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:
     packet.add(schedule.decode_positions + 1)
     packet.add(schedule.chunk_rows)
     packet.add(schedule.chunk_starts + lengths)
-    packet.add(starts)
+    packet.add(starts + decodes)
     packet.add(schedule.sample_index)
     packet.add(schedule.sample_rows)
 

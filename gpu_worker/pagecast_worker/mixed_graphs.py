@@ -1,7 +1,8 @@
 """CUDA graphs of steps with prefill chunks, by padded size: a step costs the CPU one upload and one launch.
 
-A padded step has `decodes` places for decoding rows, `tokens` for prefill tokens and `chunks` for their sequences; how much of
-that is real is read on the device. A step that fits no captured size runs without a graph.
+A padded step has places for `tokens` tokens, decoding rows in front and the chunks right behind them, so that only their sum is
+rounded up. How much of it is real, and where the chunks begin, is read on the device. A step that fits no captured size runs
+without a graph.
 """
 
 import time
@@ -20,7 +21,7 @@ from pagecast_worker.row_book import Int, RowBook, Schedule
 CAPTURE_SECONDS = 6.0
 """What capturing may take at start; sizes beyond that stay without a graph."""
 MAX_CHUNKS = 64
-TOKEN_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+TOKEN_SIZES = (*range(64, 1024, 64), *range(1024, 2048, 256), *range(2048, 4097, 512))
 HOST_BOUND_WORK = 8e12
 """Parameters times tokens up to which a step may be limited by launching it: about 30 ms of a large GPU's products."""
 
@@ -29,10 +30,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Places of a padded step. samples: rows that can draw a token."""
+    """Places of a padded step. tokens: in all; decodes: of them, at most, of decoding rows; samples: rows that can draw a token."""
 
-    decodes: int
     tokens: int
+    decodes: int
     chunks: int
     samples: int
 
@@ -48,14 +49,14 @@ class Size:
             len(schedule.decode_rows) <= self.decodes
             and len(schedule.chunk_rows) <= self.chunks
             and len(schedule.sample_rows) <= self.samples
-            and int(schedule.chunk_lengths.sum()) <= self.tokens
+            and len(schedule.decode_rows) + int(schedule.chunk_lengths.sum()) <= self.tokens
         )
 
 
 @dataclass(slots=True)
 class PaddedStep:
-    """int32 views of one buffer. decode_rows[D]; token_ids, positions, slots [T] of the chunks end to end; rows, seq_lens [N];
-    starts[N + 4], of which N + 1 count; sample_index, sample_rows [M].
+    """int32 views of one buffer. decode_rows[D]; token_ids, positions, slots [T], of the decoding rows in front known on the device
+    alone; rows, seq_lens [N] and starts[N + 4], of which N + 1 count, of the chunks; sample_index, sample_rows [M].
 
     Padding: the padding row, slot -1, empty chunks at the end, index 0.
     """
@@ -85,16 +86,16 @@ def pad_step(size: Size, schedule: Schedule, book: RowBook, padding: int) -> NDA
     positions = schedule.chunk_starts[chunk] + np.arange(len(chunk)) - starts[chunk]
     rows = schedule.chunk_rows[chunk]
     decodes = len(schedule.decode_rows)
-    index = np.where(schedule.sample_index < decodes, schedule.sample_index, schedule.sample_index - decodes + size.decodes)
+    blank = np.zeros(decodes, dtype=np.int64)  # filled in on the device
     values: list[tuple[Int, int]] = [
         (schedule.decode_rows, padding),
-        (book.known[rows, positions].astype(np.int64), 0),
-        (positions, 0),
-        (book.slots(rows, positions), -1),
+        (np.concatenate((blank, book.known[rows, positions])), 0),
+        (np.concatenate((blank, positions)), 0),
+        (np.concatenate((blank, book.slots(rows, positions))), -1),
         (schedule.chunk_rows, padding),
         (schedule.chunk_starts + lengths, 0),
-        (starts, int(starts[-1])),
-        (index, 0),
+        (starts + decodes, int(starts[-1]) + decodes),
+        (schedule.sample_index, 0),
         (schedule.sample_rows, padding),
     ]
     flat = np.empty(size.words(), dtype=np.int32)
@@ -113,16 +114,13 @@ def empty_step(size: Size, padding: int) -> NDArray[np.int32]:
 
 
 def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: int) -> list[Size]:
-    """The sizes to capture: a few numbers of decoding rows times growing numbers of tokens, as far as launching can be the limit."""
-    chunks = min(MAX_CHUNKS, max_num_seqs)
+    """The sizes to capture: as many tokens as launching can be the limit for, in steps as fine as products can tell apart."""
     most = HOST_BOUND_WORK / max(num_parameters, 1)
-    decode_sizes = sorted({min(size, max_num_seqs) for size in (16, 64, 128, 192, 256)} | {max_num_seqs})
     largest = next((size for size in TOKEN_SIZES if size >= max_num_batched_tokens), TOKEN_SIZES[-1])
     return [
-        Size(decodes, tokens, min(chunks, tokens), min(decodes + min(chunks, tokens), max_num_seqs))
+        Size(tokens, min(tokens, max_num_seqs), min(max(tokens // 16, 8), MAX_CHUNKS, max_num_seqs), min(tokens, max_num_seqs))
         for tokens in TOKEN_SIZES
-        for decodes in decode_sizes
-        if tokens <= largest and (decodes + tokens <= most or tokens == TOKEN_SIZES[0])
+        if tokens <= largest and (tokens <= most or tokens == TOKEN_SIZES[0])
     ]
 
 
@@ -169,7 +167,7 @@ class MixedGraphs:
 
     def fitting(self, schedule: Schedule) -> Size | None:
         """The smallest captured size that holds the step."""
-        return min((size for size in self.ready if size.holds(schedule)), key=lambda size: size.decodes + size.tokens, default=None)
+        return min((size for size in self.ready if size.holds(schedule)), key=lambda size: size.tokens, default=None)
 
     def pack(self, size: Size, schedule: Schedule, book: RowBook) -> NDArray[np.int32]:
         """What `replay` takes, on the CPU."""

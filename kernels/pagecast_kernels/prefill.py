@@ -61,13 +61,16 @@ def _steps(
 
 
 @triton.jit
-def _find(starts_ptr, tile, sequences, TOKENS: tl.constexpr, STEPS: tl.constexpr):
-    """The sequence whose query tiles include `tile`, by bisection: sequence n's begin at starts[n] // TOKENS + n."""
+def _find(starts_ptr, tile, sequences, origin, TOKENS: tl.constexpr, STEPS: tl.constexpr):
+    """The sequence whose query tiles include `tile`, by bisection: sequence n's begin at (starts[n] - origin) // TOKENS + n.
+
+    origin: starts[0]. Tokens before it are nobody's, and get no tiles.
+    """
     low = tile * 0
     high = low + sequences
     for _ in tl.static_range(STEPS):
         middle = (low + high) // 2
-        before = (tl.load(starts_ptr + middle) // TOKENS + middle <= tile) & (middle < sequences)
+        before = ((tl.load(starts_ptr + middle) - origin) // TOKENS + middle <= tile) & (middle < sequences)
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
     return low
@@ -83,10 +86,11 @@ def _paged_prefill(
 ):  # fmt: skip
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
-    sequence = _find(starts_ptr, tile, sequences, TOKENS, STEPS)
+    origin = tl.load(starts_ptr)
+    sequence = _find(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
     begin = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - begin
-    first = (tile - begin // TOKENS - sequence) * TOKENS
+    first = (tile - (begin - origin) // TOKENS - sequence) * TOKENS
     if first >= queries:
         return
     length = tl.load(lens_ptr + sequence)

@@ -18,13 +18,13 @@ ROWS = 128  # query rows of a program, half for each consumer
 
 
 @gluon.jit
-def _find(starts_ptr, tile, sequences, TOKENS: gl.constexpr, STEPS: gl.constexpr):
+def _find(starts_ptr, tile, sequences, origin, TOKENS: gl.constexpr, STEPS: gl.constexpr):
     """The sequence whose query tiles include `tile`: prefill._find."""
     low = tile * 0
     high = low + sequences
     for _ in gl.static_range(STEPS):
         middle = (low + high) // 2
-        before = (gl.load(starts_ptr + middle) // TOKENS + middle <= tile) & (middle < sequences)
+        before = ((gl.load(starts_ptr + middle) - origin) // TOKENS + middle <= tile) & (middle < sequences)
         low = gl.where(before, middle, low)
         high = gl.where(before, high, middle)
     return low
@@ -170,10 +170,11 @@ def _paged_prefill_hopper(
     PAGES: gl.constexpr = KV // BLOCK_SIZE
     kv_head = gl.program_id(0) % NUM_KV_HEADS
     tile = (gl.num_programs(0) - 1 - gl.program_id(0)) // NUM_KV_HEADS
-    sequence = _find(starts_ptr, tile, sequences, TOKENS, STEPS)
+    origin = gl.load(starts_ptr)
+    sequence = _find(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
     begin = gl.load(starts_ptr + sequence)
     queries = gl.load(starts_ptr + sequence + 1) - begin
-    first = (tile - begin // TOKENS - sequence) * TOKENS
+    first = (tile - (begin - origin) // TOKENS - sequence) * TOKENS
     if first < queries:
         context = gl.load(lens_ptr + sequence) - queries
         table = table_ptr + gl.load(rows_ptr + sequence).to(gl.int64) * table_stride

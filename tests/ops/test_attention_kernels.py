@@ -111,3 +111,16 @@ def test_prefill_leaves_tokens_of_no_sequence_alone() -> None:
     assert (out[29:] == 7.0).all()
     _, want = prefill_both(case, 0.125)
     assert paged_case.relative_error(out[:29], want) < 1e-5
+
+
+def test_prefill_leaves_tokens_before_the_first_sequence_alone() -> None:
+    """As in a step whose decoding rows come first: far more tokens in front than the chunks have."""
+    case = paged_case.make(4, [70, 9], [5, 3], 4, 2, 64, 16)
+    padded = torch.cat((torch.randn(150, 4, 64), case.q))
+    out = torch.full_like(padded, 7.0)
+    tables = (case.block_table, case.rows, case.starts + 150, case.seq_lens)
+    config = configs.Prefill(rows=32, tile=16, warps=4, stages=2)
+    prefill.paged_prefill(padded, case.k_cache, case.v_cache, *tables, 0.125, max_query_len=5, out=out, config=config)
+    assert (out[:150] == 7.0).all()
+    _, want = prefill_both(case, 0.125)
+    assert paged_case.relative_error(out[150:], want) < 1e-5

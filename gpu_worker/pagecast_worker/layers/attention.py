@@ -45,7 +45,7 @@ class Attention:
                 q[:decodes], k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, out=out[:decodes]
             )
         ops.paged_prefill(
-            q[decodes:], k_cache, v_cache, step.block_table, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
-            max_query_len=step.max_query_len, out=out[decodes:],
+            q, k_cache, v_cache, step.block_table, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
+            max_query_len=step.max_query_len, out=out,
         )
         return out

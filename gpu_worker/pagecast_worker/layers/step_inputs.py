@@ -7,10 +7,12 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class StepInputs:
-    """T tokens: first one per decoding sequence (B of them), then the chunks of N prefilling sequences, end to end.
+    """T tokens: first one per decoding sequence (B of them at most), then the chunks of N prefilling sequences, end to end.
 
     token_ids, positions int32[T]; slot_mapping int64[T]; block_table int32[rows, blocks]. decode_rows, decode_seq_lens int32[B];
-    prefill_rows, prefill_seq_lens int32[N]; query_start_loc int32[N + 1], counted from the first prefill token.
+    prefill_rows, prefill_seq_lens int32[N]; query_start_loc int32[N + 1], counted from the step's first token.
+    Where a graph holds the step, B is the places there are: decode_rows past the real ones are padding (length 0) and their tokens are
+    the chunks' already, so attention decodes first and lets the chunks' results overwrite what it gave for padding.
     max_query_len: longest chunk, known on the CPU.
     """
 
