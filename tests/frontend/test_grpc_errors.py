@@ -130,10 +130,11 @@ def test_every_refusal_and_every_bad_end_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("reason", list(Reason))
-def test_retry_advice_goes_with_unavailable_alone_and_with_pushback(reason: Reason) -> None:
+def test_retry_advice_goes_with_unavailable_and_quotas_alone_and_with_pushback(reason: Reason) -> None:
     refusal = Refusal(reason)
     keys = {key for key, _ in refusal.trailers()}
-    is_retryable = reason.code is grpc.StatusCode.UNAVAILABLE
+    # A used-up quota says when to come back, but no retry policy may do so by itself: its status is not in the policy.
+    is_retryable = reason.code is grpc.StatusCode.UNAVAILABLE or reason.name.startswith("QUOTA_")
     assert ("grpc-retry-pushback-ms" in keys) == is_retryable
     assert any(d.TypeName() == "google.rpc.RetryInfo" for d in refusal.status().details) == is_retryable
     assert errors.DOMAIN == "pagecast" and refusal.status().code == reason.code.value[0]

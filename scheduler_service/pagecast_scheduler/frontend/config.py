@@ -11,6 +11,11 @@ class FrontendConfig:
     model: path of a Hugging Face folder or a .gguf file whose tokenizer to use; "" means the byte-level tokenizer (the oracle
     executor has no model). served_model_name: the name clients use; None takes the worker's. port 0 lets the system choose;
     the address is published in RUN_DIR/frontend-<index>.address. uds: a Unix socket path to listen on as well. Times in seconds.
+
+    tls_cert, tls_key: PEM files of the server's chain and key; tls_client_ca: clients must show a certificate of it. auth_file:
+    principals and hashed tokens. probe_port: health checks without credentials. admin_port: the operator's services over TCP, for
+    callers with the admin role. frontend_metrics_port: loopback port of metrics, plus the front end's index. otlp_endpoint: URL of an
+    OpenTelemetry collector. max_connections: None takes what the file limit allows.
     """
 
     run_dir: str
@@ -23,6 +28,18 @@ class FrontendConfig:
     reuse_port: bool = False
     reflection: bool = True
     insecure: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    auth_file: str | None = None
+    probe_host: str = "127.0.0.1"
+    probe_port: int | None = None
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    frontend_metrics_port: int | None = None
+    otlp_endpoint: str | None = None
+    max_connections: int | None = None
+    max_streams_per_connection: int = 1000
     max_message_bytes: int = 8 << 20
     drain_announce_s: float = 5.0
     drain_timeout_s: float = 30.0
@@ -47,6 +64,38 @@ def check(config: FrontendConfig) -> str | None:
         return f"max_message_bytes must be at least 4096, not {config.max_message_bytes}"
     if config.index < 0:
         return f"index must be 0 or more, not {config.index}"
-    if not is_loopback(config.host) and not config.insecure:
-        return f"refusing to serve plaintext on {config.host}, which other machines can reach; pass --insecure if the network is trusted"
+    return _check_listeners(config) or _check_limits(config)
+
+
+def _check_limits(config: FrontendConfig) -> str | None:
+    if config.max_connections is not None and config.max_connections < 1:
+        return f"max_connections must be at least 1, not {config.max_connections}"
+    if config.max_streams_per_connection < 1:
+        return f"max_streams_per_connection must be at least 1, not {config.max_streams_per_connection}"
+    if config.frontend_metrics_port is not None and not 1 <= config.frontend_metrics_port + config.index <= 65535:
+        return f"frontend_metrics_port must be 1 to 65535, not {config.frontend_metrics_port + config.index}"
+    if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
+        return f"otlp_endpoint must be an http:// or https:// URL, not {config.otlp_endpoint}"
+    return None
+
+
+def _check_listeners(config: FrontendConfig) -> str | None:
+    """What would let strangers listen in or come in."""
+    if (config.tls_cert is None) != (config.tls_key is None):
+        return "tls_cert and tls_key go together: one is missing"
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        return "tls_client_ca needs tls_cert and tls_key"
+    for name, port in (("probe_port", config.probe_port), ("admin_port", config.admin_port)):
+        if port is not None and not 0 <= port <= 65535:
+            return f"{name} must be 0 to 65535, not {port}"
+    if config.admin_port is not None and config.auth_file is None:
+        return "admin_port needs auth_file: somebody must have the admin role"
+    if config.tls_cert is None and not config.insecure:
+        hosts = [config.host, *([config.admin_host] if config.admin_port is not None else [])]
+        for host in hosts:
+            if not is_loopback(host):
+                return (
+                    f"refusing to serve plaintext on {host}, which other machines can reach; give --tls-cert and --tls-key, "
+                    "or pass --insecure if the network is trusted"
+                )
     return None

@@ -18,6 +18,7 @@ import structlog
 import zmq
 
 from pagecast_scheduler.frontend.errors import Reason, Refusal
+from pagecast_scheduler.frontend.quotas import Quotas
 from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
 from pagecast_wire.intake import (
@@ -67,6 +68,7 @@ class EngineClient:
         self._last_heard = float("-inf")
         self._last_ping = float("-inf")
         self._outbox: deque[bytes] = deque()
+        self._quotas = Quotas()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._timer: asyncio.TimerHandle | None = None
@@ -109,11 +111,17 @@ class EngineClient:
             raise Refusal(Reason.STARTING)
         if not self.is_connected:
             raise Refusal(Reason.RECOVERING)
+        request = stream.request
+        stop = request.submit.stop
+        stream.lease = self._quotas.admit(
+            request.principal, stream, request.num_prompt_tokens, stop.max_output_tokens * len(stream.sequences)
+        )  # fmt: skip
         stream.key = self._new_key()
         submit = msgspec.structs.replace(stream.request.submit, key=stream.key)
         try:
             self._socket.send(encode(submit), zmq.NOBLOCK)
         except zmq.Again:
+            stream.lease.end(0)
             raise Refusal(Reason.RECOVERING) from None
         self._live[stream.key] = stream
         self.calls[stream] = progress_interval_s
@@ -122,6 +130,8 @@ class EngineClient:
     def finish(self, stream: RequestStream) -> None:
         """The call is over, however it ended: one abort, unless the scheduler has ended the request."""
         self.calls.pop(stream, None)
+        if stream.lease is not None:
+            stream.lease.end(stream.num_used)
         if self._live.pop(stream.key, None) is not None:
             self.send(Abort(keys=(stream.key,)))
 

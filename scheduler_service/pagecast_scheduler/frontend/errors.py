@@ -31,6 +31,14 @@ class Reason(Enum):
     SERVICE_UNKNOWN = (_CODE.NOT_FOUND, "no such service is served here")
     REQUEST_ID_IN_USE = (_CODE.ALREADY_EXISTS, "a live request already has this request_id")
     FEATURE_DISABLED = (_CODE.FAILED_PRECONDITION, "the model does not support this")
+    TOKEN_MISSING = (_CODE.UNAUTHENTICATED, "a bearer token or a client certificate that is known here is needed")
+    TOKEN_INVALID = (_CODE.UNAUTHENTICATED, "the bearer token is not known here")
+    TOKEN_EXPIRED = (_CODE.UNAUTHENTICATED, "the bearer token has expired")
+    ROLE_MISSING = (_CODE.PERMISSION_DENIED, "the caller has not the role that this method needs")
+    MODEL_NOT_ALLOWED = (_CODE.PERMISSION_DENIED, "the caller may not use this model")
+    PRIORITY_NOT_ALLOWED = (_CODE.PERMISSION_DENIED, "the caller may not ask for this priority")
+    QUOTA_REQUESTS = (_CODE.RESOURCE_EXHAUSTED, "the caller's quota of requests is used up")
+    QUOTA_TOKENS = (_CODE.RESOURCE_EXHAUSTED, "the caller's quota of tokens is used up")
     SLOW_CONSUMER = (_CODE.RESOURCE_EXHAUSTED, "the stream was not read for too long")
     OVERLOADED = (_CODE.UNAVAILABLE, "the queue is full")
     QUEUE_TIME_EXCEEDED = (_CODE.UNAVAILABLE, "the request would wait, or has waited, longer than max_queue_time")
@@ -67,6 +75,8 @@ _RETRYABLE = frozenset(
         Reason.SCHEDULER_LOST,
         Reason.WORKER_LOST,
         Reason.DRAIN_TIMEOUT,
+        Reason.QUOTA_REQUESTS,
+        Reason.QUOTA_TOKENS,
     }
 )
 
@@ -122,6 +132,7 @@ class Refusal(Exception):
     violations: tuple[Violation, ...] = ()
     retry_after_ms: int = 0
     resource: tuple[str, str] | None = None
+    quota: tuple[str, str] | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
     def status(self) -> status_pb2.Status:
@@ -133,6 +144,9 @@ class Refusal(Exception):
         if self.resource is not None:
             kind, name = self.resource
             details.append(error_details_pb2.ResourceInfo(resource_type=kind, resource_name=name, description=self.message))
+        if self.quota is not None:
+            subject, description = self.quota
+            details.append(error_details_pb2.QuotaFailure(violations=[{"subject": subject, "description": description}]))
         if delay := self.retry_delay_ms():
             wait = duration_pb2.Duration()
             wait.FromMilliseconds(delay)

@@ -1,6 +1,7 @@
 """GenerationService: from a request to a submitted stream, and from a stream to an answer."""
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,33 +11,37 @@ import structlog
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc
+from pagecast_scheduler.frontend import call_context
+from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
 from pagecast_scheduler.frontend.detokenizer import Detokenizer
-from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
+from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.events import EventWriter, whole_answer
 from pagecast_scheduler.frontend.namespace import derive
+from pagecast_scheduler.frontend.principals import Principal
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_scheduler.frontend.streams import OutputSequence, PreparedRequest, RequestStream
-from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, is_request_id, progress_interval_s
+from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, progress_interval_s
 from pagecast_wire import pack_u32
 from pagecast_wire.intake import Submit
 from pagecast_wire.sampling import StopRules
 
 log = structlog.get_logger("pagecast.frontend")
 
-PRINCIPAL = ""
-"""Every caller is one principal while there is no authentication."""
 NO_ADAPTER = ""
 """Requests run on the model as it is."""
 MAX_DEADLINE_MS = 1 << 40
 
 
-def request_id_of(spec_id: str, context: Any, max_length: int) -> str:
-    """The request's id: the spec's, else the x-request-id header, else one of ours. Raises Refusal for a bad or repeated header."""
-    given = [value for key, value in context.invocation_metadata() or () if key == "x-request-id"]
-    if len(given) > 1 or any(not isinstance(v, str) or not is_request_id(v, max_length) for v in given):
-        text = f"must be given once, as at most {max_length} printable ASCII characters without spaces"
-        raise Refusal(Reason.FIELD_VIOLATION, violations=(Violation("metadata.x-request-id", text),))
-    return spec_id or (given[0] if given else secrets.token_hex(16))
+def priority_of(spec: Any, checked: CheckedSpec, call: call_context.Call) -> int:
+    """The class of a request: the spec's, else the metadata's, else NORMAL or the caller's highest if that is lower. Raises Refusal."""
+    if spec.scheduling.priority:
+        wanted = checked.priority
+    elif call.priority is not None:
+        wanted = call.priority
+    else:
+        return max(checked.priority, call.principal.max_priority)
+    allow_priority(call.principal, wanted)
+    return wanted
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -45,7 +50,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, state: ServiceState) -> None:
         self._state = state
         self._engine = state.engine
-        self._ids_in_use: set[str] = set()
+        self._ids_in_use: set[tuple[str, str]] = set()  # (principal, request id)
 
     async def Generate(self, request: Any, context: Any) -> pb.GenerateResponse:
         """The whole result in one answer."""
@@ -117,15 +122,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if spec.want_text or eager:
             detokenizer = Detokenizer(self._state.prompts.tokenizer, spec.stop_texts, spec.min_output_tokens)
         stream = RequestStream(prepared, [OutputSequence(0, detokenizer, eager)], self._engine.send, is_streaming)
-        if prepared.request_id in self._ids_in_use:
+        name = (prepared.principal.name, prepared.request_id)
+        if name in self._ids_in_use:
             raise Refusal(Reason.REQUEST_ID_IN_USE, resource=("pagecast.v1.Request", prepared.request_id))
         self._engine.open(stream, interval_s or float("inf"))
-        self._ids_in_use.add(prepared.request_id)
+        self._ids_in_use.add(name)
         return stream
 
     def _finish(self, stream: RequestStream) -> None:
         self._engine.finish(stream)
-        self._ids_in_use.discard(stream.request.request_id)
+        self._ids_in_use.discard((stream.request.principal.name, stream.request.request_id))
         # The one line that ties a caller's id to the key that the scheduler's log knows. Counts only, never what was said.
         log.debug(
             "request ended", request_id=stream.request.request_id, key=stream.key, prompt_tokens=stream.request.num_prompt_tokens,
@@ -143,15 +149,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         checked = check_spec(spec, state.prompts.tokenizer.defaults, secrets.randbits(64), limits)
-        request_id = request_id_of(spec.request_id, context, limits.max_request_id_length)
+        call = call_context.current()
+        allow_model(call.principal, state.model_name)
+        checked = dataclasses.replace(checked, priority=priority_of(spec, checked, call))
+        request_id = call.request_id = spec.request_id or call.request_id or secrets.token_hex(16)
         prompt = await state.prompts.prompt_ids(spec, limits)
         max_output_tokens = check_lengths(checked, prompt, limits)
-        submit = self._submit(checked, prompt, max_output_tokens, deadline)
+        submit = self._submit(checked, prompt, max_output_tokens, deadline, call.principal)
         welcome = state.engine.welcome
         digest = welcome.model.digest if welcome is not None else ""
-        return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline)
+        return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline, call.principal)
 
-    def _submit(self, checked: CheckedSpec, prompt: Sequence[int], max_output_tokens: int, deadline: float | None) -> Submit:
+    def _submit(
+        self, checked: CheckedSpec, prompt: Sequence[int], max_output_tokens: int, deadline: float | None, principal: Principal
+    ) -> Submit:
         """The wire message of a request, without its key."""
         welcome = self._engine.welcome
         assert welcome is not None
@@ -166,8 +177,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 min_output_tokens=checked.min_output_tokens,
                 stop_token_ids=pack_u32(sorted({*own, *checked.stop_token_ids})),
             ),
-            cache_namespace=derive(self._state.namespace_key, PRINCIPAL, welcome.model.digest, NO_ADAPTER, checked.cache_scope),
-            tenant=PRINCIPAL,
+            cache_namespace=derive(self._state.namespace_key, principal.name, welcome.model.digest, NO_ADAPTER, checked.cache_scope),
+            tenant=principal.tenant,
             priority=checked.priority,
             deadline_ms=deadline_ms,
             time_budget_ms=checked.time_budget_ms,

@@ -14,22 +14,40 @@ from pathlib import Path
 import grpc
 import structlog
 
+from pagecast_scheduler.frontend.auth_file import AuthFileError
+from pagecast_scheduler.frontend.authorizer import Authorizer, watch_auth_file
+from pagecast_scheduler.frontend.certificates import CertificateError
+from pagecast_scheduler.frontend.certificates import watch as watch_certificates
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.engine_client import EngineClient
 from pagecast_scheduler.frontend.errors import Reason
 from pagecast_scheduler.frontend.health import HealthServicer
+from pagecast_scheduler.frontend.listeners import (
+    Guards,
+    Listener,
+    PortInUse,
+    all_addresses,
+    listen_for_operators,
+    listen_for_probes,
+    listen_publicly,
+)
+from pagecast_scheduler.frontend.load_reports import trailer
 from pagecast_scheduler.frontend.logs import configure_logs
+from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.namespace import load_key
 from pagecast_scheduler.frontend.prompts import PromptMaker
-from pagecast_scheduler.frontend.server import SERVICES, PortInUse, add_services, listen
+from pagecast_scheduler.frontend.server import SERVICES, Services
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_scheduler.frontend.tokenizer import Tokenizer, load_tokenizer
+from pagecast_scheduler.frontend.tracing import spans_to
 from pagecast_wire.intake import ServingState
 
 log = structlog.get_logger("pagecast.frontend")
 
 CLOSING_S = 1.0
 """How long ended calls get to send their status."""
+HOUSEKEEPING_S = 1.0
+"""How often files are looked at, and the loop's lateness is measured, while nobody calls."""
 
 
 class StartError(Exception):
@@ -58,7 +76,8 @@ class Frontend:
     async def start(self) -> None:
         """Serves from here on. Raises StartError or PortInUse."""
         config = self._config
-        self._server, self.address = listen(config)
+        self._guards = self._make_guards()
+        self._listen()
         tokenizer = await asyncio.get_running_loop().run_in_executor(None, _load, config.model)
         try:
             key = load_key(self._run_dir)
@@ -68,12 +87,60 @@ class Frontend:
         self._prompts = PromptMaker(tokenizer)
         self.state = ServiceState(config, self._engine, self._prompts, key)
         self._health = HealthServicer(SERVICES)
-        add_services(self._server, self.state, self._health)
+        self._add_services()
         self._engine.on_change = self._on_change
-        await self._server.start()
+        for listener in self._listeners:
+            await listener.server.start()
         self._engine.start()
         self._publish("address", self.address)
-        log.info("listening", address=self.address, index=config.index)
+        log.info("listening", addresses=all_addresses(self._listeners), index=config.index, tls=self._guards.certificates is not None)
+        self._keep_house(asyncio.get_running_loop().time())
+
+    def _make_guards(self) -> Guards:
+        """What stands before every service. Raises StartError."""
+        config = self._config
+        try:
+            certificates = watch_certificates(config)
+            authorizer = Authorizer(watch_auth_file(config.auth_file), config.tls_client_ca is not None)
+            port = config.frontend_metrics_port
+            metrics = FrontendMetrics(None if port is None else port + config.index)
+            spans = spans_to(config.otlp_endpoint)
+        except (CertificateError, AuthFileError) as error:
+            raise StartError(str(error)) from None
+        except OSError as error:
+            raise StartError(f"cannot serve metrics on port {config.frontend_metrics_port}: {error.strerror}") from None
+        except ModuleNotFoundError as error:
+            raise StartError(f"otlp_endpoint needs the package {error.name}; install it with: pip install 'pagecast[otel]'") from None
+        return Guards(authorizer, certificates, metrics, spans, lambda: trailer(self.state))
+
+    def _listen(self) -> None:
+        """Binds every listener. Raises PortInUse."""
+        config, guards = self._config, self._guards
+        self._public = listen_publicly(config, guards)
+        self._operators = listen_for_operators(config, guards)
+        self._probes = listen_for_probes(config, guards)
+        self._listeners: list[Listener] = [self._public, *self._operators, *([self._probes] if self._probes is not None else [])]
+        self.address = self._public.address
+
+    def _add_services(self) -> None:
+        services = Services(self.state, self._health)
+        services.add_public(self._public)
+        for listener in self._operators:
+            services.add_operator(listener)
+        if self._probes is not None:
+            services.add_probe(self._probes)
+
+    def _keep_house(self, due: float) -> None:
+        """Once a second: changed files are taken over also while nobody calls, and the metrics that nobody's call moves are set."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        guards = self._guards
+        guards.metrics.loop_lag(now - due)
+        if guards.certificates is not None:
+            guards.metrics.certificate_expires(guards.certificates.value.expires.timestamp())
+            guards.metrics.reload_failures("certificates", guards.certificates.num_failures)
+        guards.metrics.reload_failures("auth_file", guards.authorizer.refresh())
+        self._timer = loop.call_at(now + HOUSEKEEPING_S, self._keep_house, now + HOUSEKEEPING_S)
 
     def _on_change(self) -> None:
         """The engine's state may have changed: health follows, and the first SERVING is published."""
@@ -130,9 +197,13 @@ class Frontend:
 
     async def _stop(self) -> None:
         self._health.end_watches()
-        await self._server.stop(CLOSING_S)
+        self.state.ending.set()
+        await asyncio.gather(*(listener.server.stop(CLOSING_S) for listener in self._listeners))
+        self._timer.cancel()
         self._engine.close()
         self._prompts.close()
+        self._guards.metrics.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._guards.spans.close)
         log.info("stopped")
 
 

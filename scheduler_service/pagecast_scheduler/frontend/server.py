@@ -1,8 +1,10 @@
-"""The gRPC server: transport options, listeners, and every service behind the error boundary."""
+"""The services of each listener, every one behind the error boundary."""
 
 from typing import Any
 
 import grpc
+from grpc_channelz.v1 import channelz_pb2_grpc
+from grpc_channelz.v1.channelz import aio as channelz
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -17,9 +19,10 @@ from pagecast.v1 import (
     tokenizer_pb2_grpc,
 )
 from pagecast_scheduler.frontend.boundary import Boundary
-from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.generation import GenerationServicer
 from pagecast_scheduler.frontend.health import HealthServicer
+from pagecast_scheduler.frontend.listeners import Listener
+from pagecast_scheduler.frontend.load_reports import ORCA, OrcaServicer, add_orca
 from pagecast_scheduler.frontend.model_service import ModelServicer
 from pagecast_scheduler.frontend.runtime_service import RuntimeServicer
 from pagecast_scheduler.frontend.service_state import ServiceState
@@ -34,67 +37,56 @@ SERVICES = tuple(
         (runtime_pb2, "RuntimeService"),
     )
 )
+"""Our own services on the public listener."""
 HEALTH = "grpc.health.v1.Health"
+CHANNELZ = "grpc.channelz.v1.Channelz"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 
 
-class PortInUse(Exception):
-    """The address cannot be listened on; the text is one line for the operator."""
+class Services:
+    """One servicer for each service, however many listeners offer it."""
+
+    def __init__(self, state: ServiceState, health: HealthServicer) -> None:
+        self._has_reflection = state.config.reflection
+        self._generation = GenerationServicer(state)
+        self._tokenizer = TokenizerServicer(state)
+        self._models = ModelServicer(state)
+        self._runtime = RuntimeServicer(state)
+        self._orca = OrcaServicer(state)
+        self._health = health
+
+    def add_public(self, listener: Listener) -> None:
+        """What clients, routers and meshes call."""
+        boundary: Any = Boundary(listener.server)
+        self._add_ours(boundary)
+        if self._has_reflection:
+            _add_reflection(boundary, (*SERVICES, HEALTH, ORCA))
+
+    def add_operator(self, listener: Listener) -> None:
+        """All of the public services, and what only an operator may call."""
+        boundary: Any = Boundary(listener.server)
+        self._add_ours(boundary)
+        channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.ChannelzServicer(), boundary)
+        _add_reflection(boundary, (*SERVICES, HEALTH, ORCA, CHANNELZ))
+
+    def add_probe(self, listener: Listener) -> None:
+        """Health checks and nothing else."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, Boundary(listener.server))  # type: ignore[arg-type]
+
+    def _add_ours(self, boundary: Any) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, boundary)
+        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(self._tokenizer, boundary)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(self._models, boundary)
+        runtime_pb2_grpc.add_RuntimeServiceServicer_to_server(self._runtime, boundary)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary)
+        add_orca(boundary, self._orca)
 
 
-def transport_options(config: FrontendConfig) -> list[tuple[str, int]]:
-    """Channel arguments. Times in milliseconds.
-
-    A silent peer is noticed after keepalive time plus timeout; peers may ping twice a second, also without a call.
-    """
-    return [
-        ("grpc.so_reuseport", int(config.reuse_port)),
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.absolute_max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", 1000),
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        ("grpc.http2.max_ping_strikes", 2),
-    ]
-
-
-def listen(config: FrontendConfig) -> tuple[grpc.aio.Server, str]:
-    """A server bound to its listeners, not yet started, and its address. Raises PortInUse."""
-    server = grpc.aio.server(options=transport_options(config))
-    host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
-    wanted = f"{host}:{config.port}"
-    try:
-        port = server.add_insecure_port(wanted)
-        if config.uds is not None:
-            wanted = f"unix:{config.uds}"
-            server.add_insecure_port(wanted)
-    except RuntimeError:
-        raise PortInUse(f"cannot listen on {wanted}: the address is in use or not available") from None
-    return server, f"{host}:{port}"
-
-
-def add_services(server: grpc.aio.Server, state: ServiceState, health: HealthServicer) -> None:
-    """Registers everything this process serves."""
-    boundary: Any = Boundary(server)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(state), boundary)
-    tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), boundary)
-    model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(state), boundary)
-    runtime_pb2_grpc.add_RuntimeServiceServicer_to_server(RuntimeServicer(state), boundary)
-    health_pb2_grpc.add_HealthServicer_to_server(health, boundary)
-    if state.config.reflection:
-        _add_reflection(boundary)
-
-
-def _add_reflection(boundary: Boundary) -> None:
+def _add_reflection(boundary: Boundary, names: tuple[str, ...]) -> None:
     """One servicer under both names: v1 has the messages of v1alpha."""
     from grpc_reflection.v1alpha import reflection_pb2 as pb
 
-    servicer = reflection.aio.ReflectionServicer((*SERVICES, HEALTH, *REFLECTION))
+    servicer = reflection.aio.ReflectionServicer((*names, *REFLECTION))
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo, pb.ServerReflectionRequest.FromString, pb.ServerReflectionResponse.SerializeToString
     )

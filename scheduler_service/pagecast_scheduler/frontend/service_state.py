@@ -1,6 +1,7 @@
 """What all services of a front end share: the engine link, the tokenizer, names, limits, and whether it still takes requests."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.engine_client import EngineClient
@@ -20,6 +21,7 @@ class ServiceState:
     namespace_key: bytes
     is_announcing_end: bool = False  # health says NOT_SERVING, requests are still taken
     is_draining: bool = False  # requests are refused
+    ending: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end of their own end now
 
     @property
     def model_name(self) -> str:

@@ -14,6 +14,8 @@ import msgspec
 
 from pagecast_scheduler.frontend.detokenizer import Detokenizer
 from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, of_rejected
+from pagecast_scheduler.frontend.principals import ANONYMOUS, Principal
+from pagecast_scheduler.frontend.quotas import Lease
 from pagecast_scheduler.frontend.validation import CheckedSpec
 from pagecast_wire.intake import Finished, Pause, Phase, Progress, Rejected, StopAt, Submit, Usage
 from pagecast_wire.sampling import FinishReason
@@ -33,6 +35,7 @@ class PreparedRequest:
     submit: Submit
     num_prompt_tokens: int
     deadline: float | None
+    principal: Principal = ANONYMOUS
 
 
 class OutputSequence:
@@ -142,6 +145,7 @@ class RequestStream:
         self.last_write = self.started
         self.writing_since: float | None = None
         self.is_streaming = is_streaming
+        self.lease: Lease | None = None  # what the request holds of its principal's quota
         self._send = send
         self._is_paused = False
         self._reported_phase = Phase.QUEUED
@@ -154,9 +158,22 @@ class RequestStream:
         return self.failure is not None or all(sequence.finished is not None for sequence in self.sequences)
 
     @property
+    def is_queued(self) -> bool:
+        """Whether the scheduler has not begun with this request, as far as is known here."""
+        is_untouched = self.progress is None or self.progress.phase == Phase.QUEUED
+        return not self.is_done and is_untouched and not any(sequence.ids for sequence in self.sequences)
+
+    @property
     def num_emitted(self) -> int:
         """Tokens handed to the caller, over all sequences."""
         return sum(sequence.num_delivered for sequence in self.sequences)
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that count against the caller's quota: prompt and output; none of a request that was never accepted."""
+        if self.queue_position is None:
+            return 0
+        return self.request.num_prompt_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
 
     def on_accepted(self, queue_position: int) -> None:
         """Admission to the queue; repeated after a resubmission."""

@@ -1,0 +1,185 @@
+"""Where the process listens, and what stands before the services there.
+
+Three kinds, each a server of its own with its own room for connections, so that a flood of one leaves the others alone:
+the public one (TCP, and Unix sockets if asked for); the operator's, a Unix socket in the run directory and a TCP port if asked for;
+and the probes' one, plaintext, which answers health checks without credentials and nothing else.
+"""
+
+import os
+import resource
+import socket
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from pagecast_scheduler.frontend.authorizer import Authorizer
+from pagecast_scheduler.frontend.certificates import Certificates, server_credentials
+from pagecast_scheduler.frontend.config import FrontendConfig
+from pagecast_scheduler.frontend.interceptor import CallInterceptor
+from pagecast_scheduler.frontend.metrics import FrontendMetrics
+from pagecast_scheduler.frontend.principals import ANONYMOUS, OPERATOR, Principal
+from pagecast_scheduler.frontend.reloading import Reloading
+from pagecast_scheduler.frontend.tracing import Spans
+
+METADATA_BYTES = 16 << 10
+RESERVED_FILES = 256
+"""File descriptors kept for everything that is no client's connection."""
+RESERVED_CONNECTIONS = 32
+"""Connections that the operator's and the probes' listeners each have for themselves."""
+
+
+class PortInUse(Exception):
+    """The address cannot be listened on; the text is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    """What a listener needs besides the configuration."""
+
+    authorizer: Authorizer
+    certificates: Reloading[Certificates] | None
+    metrics: FrontendMetrics
+    spans: Spans
+    load_trailer: Callable[[], tuple[str, bytes]]
+
+
+@dataclass(slots=True)
+class Listener:
+    """A server bound to its addresses, not yet started."""
+
+    server: grpc.aio.Server
+    addresses: list[str] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        """The first address."""
+        return self.addresses[0]
+
+
+def raise_file_limit() -> int:
+    """Takes all the file descriptors that the system allows this process. Returns how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(1 << 20, hard if hard != resource.RLIM_INFINITY else 1 << 20)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return soft
+
+
+def connection_cap(config: FrontendConfig, file_limit: int) -> int:
+    """Connections of the public listener: as configured, else what the file limit leaves."""
+    if config.max_connections is not None:
+        return config.max_connections
+    return max(16, file_limit - RESERVED_FILES - 2 * RESERVED_CONNECTIONS)
+
+
+def transport_options(config: FrontendConfig, max_connections: int) -> list[tuple[str, int]]:
+    """Channel arguments. Times in milliseconds.
+
+    A silent peer is noticed after keepalive time plus timeout; peers may ping twice a second, also without a call. HTTP/2 lets a
+    connection open twice the streams that we answer, so that our limiter says so, instead of the client queueing without a word.
+    """
+    return [
+        ("grpc.so_reuseport", int(config.reuse_port)),
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+        ("grpc.max_concurrent_streams", 2 * config.max_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 2),
+    ]
+
+
+def listen_publicly(config: FrontendConfig, guards: Guards) -> Listener:
+    """The listener of clients. Raises PortInUse."""
+    cap = connection_cap(config, raise_file_limit())
+    listener = _listener(config, guards, cap, None)
+    credentials = None if guards.certificates is None else server_credentials(guards.certificates)
+    _bind_tcp(listener, config.host, config.port, credentials)
+    if config.uds is not None:
+        _bind_unix(listener, Path(config.uds))
+    return listener
+
+
+def listen_for_operators(config: FrontendConfig, guards: Guards) -> list[Listener]:
+    """The socket RUN_DIR/admin-<index>.sock, whose callers are the operator; and the TCP port, whose callers prove it. Raises PortInUse."""
+    at_home = _listener(config, guards, RESERVED_CONNECTIONS, OPERATOR)
+    _bind_unix(at_home, Path(config.run_dir) / f"admin-{config.index}.sock")
+    if config.admin_port is None:
+        return [at_home]
+    far = _listener(config, guards, RESERVED_CONNECTIONS, None)
+    credentials = None if guards.certificates is None else server_credentials(guards.certificates)
+    _bind_tcp(far, config.admin_host, config.admin_port, credentials)
+    return [at_home, far]
+
+
+def listen_for_probes(config: FrontendConfig, guards: Guards) -> Listener | None:
+    """The port for health checks without credentials, or None. Raises PortInUse."""
+    if config.probe_port is None:
+        return None
+    listener = _listener(config, guards, RESERVED_CONNECTIONS, ANONYMOUS)
+    _bind_tcp(listener, config.probe_host, config.probe_port, None)
+    return listener
+
+
+def _listener(config: FrontendConfig, guards: Guards, max_connections: int, principal: Principal | None) -> Listener:
+    interceptor = CallInterceptor(
+        guards.authorizer, guards.metrics, guards.spans, config.max_streams_per_connection, principal, guards.load_trailer
+    )  # fmt: skip
+    options = transport_options(config, max_connections)
+    return Listener(grpc.aio.server(interceptors=[interceptor], options=options))
+
+
+def _bind_tcp(listener: Listener, host: str, port: int, credentials: grpc.ServerCredentials | None) -> None:
+    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    wanted = f"{bracketed}:{port}"
+    try:
+        if credentials is None:
+            bound = listener.server.add_insecure_port(wanted)
+        else:
+            bound = listener.server.add_secure_port(wanted, credentials)
+    except RuntimeError:
+        raise PortInUse(f"cannot listen on {wanted}: the address is in use or not available") from None
+    listener.addresses.append(f"{bracketed}:{bound}")
+
+
+def _bind_unix(listener: Listener, path: Path) -> None:
+    """A socket that this user alone can open. One that a process still listens on is not taken from it, which gRPC would do."""
+    if _is_listened_on(path):
+        raise PortInUse(f"cannot listen on unix:{path}: another process listens there")
+    before = os.umask(0o077)
+    try:
+        listener.server.add_insecure_port(f"unix:{path}")
+    except RuntimeError:
+        raise PortInUse(f"cannot listen on unix:{path}: the path is too long, taken, or in a folder that cannot be written") from None
+    finally:
+        os.umask(before)
+    listener.addresses.append(f"unix:{path}")
+
+
+def _is_listened_on(path: Path) -> bool:
+    try:
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            return True  # not a socket: somebody's file
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def all_addresses(listeners: Sequence[Listener]) -> list[str]:
+    """Every address of these listeners."""
+    return [address for listener in listeners for address in listener.addresses]

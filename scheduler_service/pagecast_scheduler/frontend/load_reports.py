@@ -1,0 +1,68 @@
+"""ORCA load reports (gRFC A51): how loaded this replica is, as a trailer of each answer and as a stream for balancers.
+
+application_utilization is what balancers weigh by: the larger of the KV pool's use and the waiting requests over the batch's width.
+"""
+
+import asyncio
+from typing import Any
+
+import grpc
+from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
+from xds.service.orca.v3 import orca_pb2
+
+from pagecast_scheduler.frontend.service_state import ServiceState
+
+ORCA = orca_pb2.DESCRIPTOR.services_by_name["OpenRcaService"].full_name
+TRAILER = "endpoint-load-metrics-bin"
+MIN_INTERVAL_S, DEFAULT_INTERVAL_S = 0.1, 1.0
+"""How often a stream reports at most, and where the client asks for nothing."""
+
+
+def load_report(state: ServiceState) -> OrcaLoadReport:
+    """The present load, of the scheduler's last status; empty before there is one."""
+    status = state.engine.status
+    if status is None:
+        return OrcaLoadReport()
+    kv = status.num_blocks_referenced / max(status.num_blocks, 1)
+    welcome = state.engine.welcome
+    width = welcome.limits.max_num_seqs if welcome is not None else 1
+    waiting = status.num_waiting / max(width, 1)
+    return OrcaLoadReport(
+        application_utilization=max(kv, waiting),
+        mem_utilization=kv,
+        named_metrics={
+            "kv_cache_usage": kv, "num_requests_waiting": float(status.num_waiting), "num_requests_running": float(status.num_running),
+        },
+    )  # fmt: skip
+
+
+def trailer(state: ServiceState) -> tuple[str, bytes]:
+    """The report as trailing metadata."""
+    return TRAILER, load_report(state).SerializeToString()
+
+
+class OrcaServicer:
+    """StreamCoreMetrics: a report at once and then as often as the client asks, until it leaves."""
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+
+    async def StreamCoreMetrics(self, request: Any, context: Any) -> None:
+        """Ends when the server does."""
+        wanted = request.report_interval.ToTimedelta().total_seconds() if request.HasField("report_interval") else DEFAULT_INTERVAL_S
+        interval_s = max(MIN_INTERVAL_S, wanted)
+        ending = self._state.ending
+        while not ending.is_set():
+            await context.write(load_report(self._state))
+            try:
+                await asyncio.wait_for(ending.wait(), interval_s)
+            except TimeoutError:
+                pass
+
+
+def add_orca(boundary: Any, servicer: OrcaServicer) -> None:
+    """Registers the service; its package ships no generated registration."""
+    handler = grpc.unary_stream_rpc_method_handler(
+        servicer.StreamCoreMetrics, orca_pb2.OrcaLoadReportRequest.FromString, OrcaLoadReport.SerializeToString
+    )
+    boundary.add_service(ORCA, {"StreamCoreMetrics": handler})
