@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,7 +10,6 @@ from typing import Any
 
 import grpc
 import trustme
-from frontend.conftest import Rig, start_rig
 
 
 @dataclass
@@ -66,11 +64,6 @@ def auth_file(folder: Path, text: str, mode: int = 0o600) -> str:
     return write(folder / "auth.toml", text.encode(), mode)
 
 
-async def start_secure(run_dir: Path, **changes: Any) -> Rig:
-    """A front end with a certificate for 127.0.0.1; files lie beside the run directory's own."""
-    return await start_rig(run_dir, **changes)
-
-
 def secure_channel(address: str, root: bytes, client: tuple[str, str] | None = None) -> grpc.aio.Channel:
     """A TLS channel; client: paths of the certificate chain and key to show."""
     chain, key = (Path(path).read_bytes() for path in client) if client else (None, None)
@@ -78,9 +71,3 @@ def secure_channel(address: str, root: bytes, client: tuple[str, str] | None = N
     # A channel of its own connection, so that each handshake is a new one.
     return grpc.aio.secure_channel(address, credentials, [("grpc.use_local_subchannel_pool", 1)])
 
-
-def wait_for_check() -> float:
-    """Seconds after which a changed file must have been looked at."""
-    from pagecast_scheduler.frontend import reloading
-
-    return reloading.CHECK_EVERY_S + time.get_clock_info("monotonic").resolution

@@ -274,7 +274,7 @@ async def test_callers_share_neither_caches_nor_request_ids(folder: Path) -> Non
     submits = [await rig.scheduler.accept(1), await rig.scheduler.accept(2)]
     assert submits[0].cache_namespace != submits[1].cache_namespace and {s.tenant for s in submits} == {"research"}
     assert await refused(generate(rig, "alice", **fields)) == ("ALREADY_EXISTS", "REQUEST_ID_IN_USE")
-    for submit, call in zip(submits, (first, second)):
+    for submit in submits:
         await rig.scheduler.tokens(submit.key, 0, [1], finished(submit.key, 1))
     await asyncio.gather(first, second)
     await stop_rig(rig)
