@@ -11,6 +11,7 @@ import torch
 
 _LOG2E = 1.4426950408889634
 MAX_SLICES = 32  # programs that may share a row of `sample`
+MAX_CUT_SLICES = 16  # programs that may share a row of `find_cutoffs`
 _PROGRAMS_PER_PROCESSOR = 4  # the most that any decode launch uses
 
 
@@ -94,6 +95,12 @@ def score_scale(scale: float, softcap: float) -> tuple[float, float]:
 def sample_slices(batch: int, vocab: int, device: torch.device | str) -> int:
     """Programs per row of `sample`, a power of two: enough to fill the device, each with 4,096 logits or more."""
     wanted = min(4 * processors(device) // batch, vocab // 4096, MAX_SLICES)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
+def cut_slices(batch: int, vocab: int, device: torch.device | str) -> int:
+    """Programs per row of `find_cutoffs`, a power of two: several of them to a processor, each with 4,096 logits or more."""
+    wanted = min(8 * processors(device) // batch, vocab // 4096, MAX_CUT_SLICES)
     return 1 << max(wanted, 1).bit_length() - 1
 
 

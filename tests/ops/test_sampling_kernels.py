@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops import paged_case
 
-from pagecast_kernels import logprobs, reference, sampling
+from pagecast_kernels import cutoffs, logprobs, reference, sampling
 
 
 def limits(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def test_rows_with_different_limits_do_not_mix() -> None:
     want = reference.sample(logits, *args).tolist()
     for _ in range(2):
         assert sampling.sample(logits, *args, workspace=work).tolist() == want
-        assert not work.counters.any()
+        assert not work.counters.any() and not work.narrowing.counters.any()
 
 
 def test_ties_are_kept_together_and_greedy_takes_the_lowest_id() -> None:
@@ -126,3 +126,20 @@ def test_top_logprobs(num: int) -> None:
     for a, b in ((got[0], want[0]), (got[2], want[2])):
         assert paged_case.relative_error(a, b) < 1e-5 or a.numel() == 0
     assert want[1].shape == (3, min(num, 3))
+
+
+@pytest.mark.parametrize("slices", [2, 16])
+def test_cut_offs_do_not_depend_on_how_a_row_is_split(slices: int) -> None:
+    """Likely tokens all over the vocabulary, and all in one place, where they outgrow a slice's share of the candidates."""
+    g = torch.Generator().manual_seed(slices)
+    logits = torch.randn(len(LIMITS), 40_000, generator=g) * 3
+    logits[::2, 100:900] += 14.0
+    columns = [torch.cat(column) for column in zip(*(limits(1, **options) for options in LIMITS))]
+    columns[2] = torch.where(columns[2] == 0.5, 0.5001, columns[2])
+    work = cutoffs.cutoff_workspace(len(LIMITS), "cpu")
+    found = cutoffs.find_cutoffs(logits, *columns, work, slices=slices)
+    kept = logits >= found[:, None]
+    want = reference.keep_mask(logits / columns[0].clamp(min=1e-5)[:, None], *columns[1:])
+    random = (columns[0] >= reference.GREEDY_BELOW) & (columns[1] != 1)
+    assert (kept == want)[random].all(1).sum() >= random.sum() - 1  # a token on a nucleus' edge may fall on either side
+    assert not work.counters.any()

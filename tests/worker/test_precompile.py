@@ -39,7 +39,7 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, prefill):
         assert done.returncode == 0, done.stderr[-2000:]
         names |= set(json.loads(done.stdout))
     assert names == {
-        "_choose", "_copy_blocks", "_cutoffs", "_embedding", "_finish_rows", "_gather_rows", "_gemv", "_paged_decode", prefill,
-        "_rms_norm", "_rope_and_write_kv", "_silu_mul",
+        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gather_rows", "_gemv", "_narrow", "_paged_decode", prefill,
+        "_rms_norm", "_rope_and_write_kv", "_silu_mul", "_whole_row",
     }
     assert list((tmp_path / "cache").glob("*/*.cubin"))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class StepInputs:
-    """T tokens: first one per decoding sequence (B of them at most), then the chunks of N prefilling sequences, end to end.
+    """T tokens: first one per decoding sequence (B of them), then the chunks of N prefilling sequences, end to end.
 
     token_ids, positions int32[T]; slot_mapping int64[T]; block_table int32[rows, blocks]. decode_rows, decode_seq_lens int32[B];
     prefill_rows, prefill_seq_lens int32[N]; query_start_loc int32[N + 1], counted from the step's first token.

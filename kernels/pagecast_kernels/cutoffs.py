@@ -1,0 +1,400 @@
+"""The cut-offs of sampling: the smallest logit that top-k, top-p and min-p keep of each row, without sorting one.
+
+Three launches. `_bound` splits every row among programs and keeps the maxima of interleaved columns: the k-th largest of them bounds
+the row's k-th largest from below and rather closely, so that few candidates lie above it. `_narrow` gathers those, again by many
+programs a row; the last of a row to arrive builds the exact cut-off bit by bit, by counting. `_whole_row` does the rest: rows whose
+nucleus is wider than the candidates, top_k in the hundreds, thousands of equal logits.
+A row without limits costs a glance at each.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagecast_kernels import configs
+
+GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
+_CUT_TILE_BYTES = 16384  # of logits a step of `_whole_row`, which has a whole row before it
+_TILE = 2048  # logits a step of the programs that share a row
+_COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
+_CANDIDATES = 1024  # how many a row may have in `_whole_row` before it is searched in full
+_WANTED = tl.constexpr(512)  # columns whose maxima bound the candidates where top-k does not say
+
+
+# The bits of a float32 that can differ between values of a type: sign, exponent, and as much of the fraction as it has.
+_KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
+
+
+@dataclass(frozen=True)
+class CutoffWorkspace:
+    """Device memory of one call at a time. counters int32[2 · B], zero between launches; cutoffs float32[B], the result;
+    the rest is scratch: maxima and candidates of each row, its bound and largest logit, and each slice's count and mass."""
+
+    counters: Tensor
+    cutoffs: Tensor
+    maxima: Tensor
+    candidates: Tensor
+    bounds: Tensor
+    counts: Tensor
+    masses: Tensor
+
+
+def cutoff_workspace(max_rows: int, device: torch.device | str) -> CutoffWorkspace:
+    """Workspace for at most max_rows rows; it may be made before a graph is captured and used inside it."""
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    slices = configs.MAX_CUT_SLICES
+    return CutoffWorkspace(
+        make(2 * max_rows, dtype=torch.int32), make(max_rows), make(max_rows, _COLUMNS), make(max_rows, slices * _segment(slices)),
+        make(max_rows, 2), make(max_rows, slices, dtype=torch.int32), make(max_rows, slices),
+    )  # fmt: skip
+
+
+def _segment(slices: int) -> int:
+    """Candidates that a slice of a row may have: where a vocabulary's likely tokens lie together, several times an even share."""
+    return max(2048 // slices, 256)
+
+
+@triton.jit
+def _threshold(key):
+    """The float32 at place `key` (int64, 0 to 2³² - 1) in the order of all float32; NaN outside [-inf, inf]."""
+    bits = tl.where(key >= 0x80000000, key - 0x80000000, -1 - key)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _or_all(threshold):
+    """A threshold below every logit, in place of the NaN of a search that failed: rounding may put the whole mass out of reach."""
+    return tl.where(threshold == threshold, threshold, float("-inf"))
+
+
+@triton.jit
+def _kth(x, count, BITS: tl.constexpr):
+    """The `count`-th largest of x, its key cut to BITS bits (rounded down); -inf if there is none."""
+    key = tl.zeros((), tl.int64)
+    for step in range(BITS):
+        trial = key + (tl.full((), 1, tl.int64) << (31 - step))
+        if tl.sum((x >= _threshold(trial)).to(tl.int32), 0) >= count:
+            key = trial
+    return _or_all(_threshold(key))
+
+
+@triton.jit
+def _nucleus(x, mass, wanted, BITS: tl.constexpr):
+    """The largest value, its key cut to BITS bits, at or above which x holds at least `wanted` of mass; -inf if there is none."""
+    key = tl.zeros((), tl.int64)
+    for step in range(BITS):
+        trial = key + (tl.full((), 1, tl.int64) << (31 - step))
+        if tl.sum(tl.where(x >= _threshold(trial), mass, 0.0), 0) >= wanted:
+            key = trial
+    return _or_all(_threshold(key))
+
+
+@triton.jit
+def _search(logits, vocab, top, inverse, min_count, wanted, BITS: tl.constexpr, TILE: tl.constexpr):
+    """The largest threshold at or above which lie min_count logits and `wanted` of mass: one bit of its key a pass over the row.
+
+    Right for any row; only rows with thousands of equal logits, or top_k in the thousands, come here.
+    """
+    column = tl.arange(0, TILE)
+    key = tl.zeros((), tl.int64)
+    for step in range(BITS):
+        trial = key + (tl.full((), 1, tl.int64) << (31 - step))
+        least = _threshold(trial)
+        count, mass = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.float32)
+        for start in range(0, vocab, TILE):
+            x = tl.load(logits + start + column, start + column < vocab, float("-inf")).to(tl.float32)
+            count += (x >= least).to(tl.int32)
+            mass += tl.where(x >= least, tl.exp((x - top) * inverse), 0.0)
+        if (tl.sum(count, 0) >= min_count) & (tl.sum(mass, 0) >= wanted):
+            key = trial
+    return _or_all(_threshold(key))
+
+
+@triton.jit
+def _maxima(logits, vocab, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """The largest logit of each of COLUMNS interleaved columns."""
+    column = tl.arange(0, TILE)
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    following = tl.load(logits + column, column < vocab, float("-inf"))
+    for start in range(0, vocab, TILE):
+        x = following.to(tl.float32)
+        following = tl.load(logits + start + TILE + column, start + TILE + column < vocab, float("-inf"))
+        most = tl.maximum(most, x)
+    return tl.max(tl.reshape(most, (TILE // COLUMNS, COLUMNS)), 0)
+
+
+@triton.jit
+def _collect(logits, vocab, low, high, top, inverse, candidates, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Write the logits in [low, high) to `candidates`, while they fit. Returns how many there are, and the mass of the whole row."""
+    column = tl.arange(0, TILE)
+    count = tl.zeros((), tl.int32)
+    mass = tl.zeros((TILE,), tl.float32)
+    following = tl.load(logits + column, column < vocab, float("-inf"))
+    for start in range(0, vocab, TILE):
+        x = following.to(tl.float32)
+        following = tl.load(logits + start + TILE + column, start + TILE + column < vocab, float("-inf"))
+        mass += tl.exp((x - top) * inverse)
+        chosen = ((x >= low) & (x < high)).to(tl.int32)
+        found = tl.sum(chosen, 0)
+        if found > 0:
+            if count < CANDIDATES:
+                place = count + tl.cumsum(chosen, 0) - 1
+                tl.store(candidates + place, x, (chosen > 0) & (place < CANDIDATES))
+            count += found
+    # Other threads read the candidates next.
+    tl.debug_barrier()
+    return count, tl.sum(mass, 0)
+
+
+@triton.jit
+def _masses(logits, vocab, t1, t2, t3, top, inverse, TILE: tl.constexpr):
+    """The masses at or above three thresholds."""
+    column = tl.arange(0, TILE)
+    m1, m2, m3 = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    following = tl.load(logits + column, column < vocab, float("-inf"))
+    for start in range(0, vocab, TILE):
+        x = following.to(tl.float32)
+        following = tl.load(logits + start + TILE + column, start + TILE + column < vocab, float("-inf"))
+        mass = tl.exp((x - top) * inverse)
+        m1 += tl.where(x >= t1, mass, 0.0)
+        m2 += tl.where(x >= t2, mass, 0.0)
+        m3 += tl.where(x >= t3, mass, 0.0)
+    return tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
+
+
+@triton.jit
+def _wide_nucleus(
+    logits, vocab, high, mass_high, wanted, top, inverse, candidates, BITS: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The nucleus of a row that is too flat for the candidates above `high`, at or above which lies mass_high < wanted.
+
+    Quarters a bracket of values by passes over the row until its logits fit the candidate buffer, and finishes there.
+    """
+    low = top - 30.0 / inverse  # what lies below has no mass that float32 sums could show
+    rounds = 0
+    cutoff = low
+    while rounds < 9:
+        quarter = (high - low) * 0.25
+        t1, t2, t3 = low + quarter, low + 2 * quarter, low + 3 * quarter
+        m1, m2, m3 = _masses(logits, vocab, t1, t2, t3, top, inverse, TILE)
+        if m3 >= wanted:
+            low = t3
+        elif m2 >= wanted:
+            low, high, mass_high = t2, t3, m3
+        elif m1 >= wanted:
+            low, high, mass_high = t1, t2, m2
+        else:
+            high, mass_high = t1, m1
+        rounds += 1
+        # From the fourth round on a smooth row's bracket may be narrow enough.
+        if rounds >= 4:
+            count, _ = _collect(logits, vocab, low, high, top, inverse, candidates, TILE, CANDIDATES)
+            if count <= CANDIDATES:
+                index = tl.arange(0, CANDIDATES)
+                x = tl.load(candidates + index, index < count, float("-inf"))
+                cutoff = tl.maximum(_nucleus(x, tl.exp((x - top) * inverse), wanted - mass_high, BITS), low)
+                rounds = 99
+    if rounds < 99:
+        cutoff = _search(logits, vocab, top, inverse, 1, wanted, BITS, TILE)
+    return cutoff
+
+
+@triton.jit
+def _whole_row(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr, candidates_ptr, vocab, stride,
+    BITS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The cut-off of rows that `_narrow` left open (NaN), which are few: one program goes over the row as often as it takes."""
+    row = tl.program_id(0)
+    cutoff = tl.load(cutoffs_ptr + row)
+    if cutoff != cutoff:
+        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+        in_k, in_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
+        cutoff = tl.full((), float("-inf"), tl.float32)
+        logits = logits_ptr + row.to(tl.int64) * stride
+        candidates = candidates_ptr + row * CANDIDATES
+        inverse = 1.0 / temperature
+        most = _maxima(logits, vocab, COLUMNS, TILE)
+        top = tl.max(most, 0)
+        if in_k | in_p:
+            short = in_k & (top_k <= _WANTED)
+            high = _kth(most, tl.where(short, top_k, _WANTED), BITS)
+            count, whole = _collect(logits, vocab, high, float("inf"), top, inverse, candidates, TILE, CANDIDATES)
+            index = tl.arange(0, CANDIDATES)
+            few = count <= CANDIDATES
+            x = tl.load(candidates + index, index < count, float("-inf"))
+            mass = tl.exp((x - top) * inverse)
+            if in_k:
+                if short & few:
+                    cutoff = _kth(x, top_k, BITS)
+                    whole = tl.sum(tl.where(x >= cutoff, mass, 0.0), 0)
+                else:
+                    cutoff = _search(logits, vocab, top, inverse, top_k, 0.0, BITS, TILE)
+                    whole, _, _ = _masses(logits, vocab, cutoff, cutoff, cutoff, top, inverse, TILE)
+            if in_p:
+                held = tl.sum(mass, 0)
+                wanted = tl.maximum(top_p * whole, 1e-30)  # top_p 0 keeps the largest
+                if few & (held >= wanted):
+                    nucleus = _nucleus(x, mass, wanted, BITS)
+                elif few:
+                    nucleus = _wide_nucleus(logits, vocab, high, held, wanted, top, inverse, candidates, BITS, TILE, CANDIDATES)
+                else:
+                    nucleus = _search(logits, vocab, top, inverse, 1, wanted, BITS, TILE)
+                cutoff = tl.maximum(cutoff, nucleus)
+        if min_p > 0.0:
+            cutoff = tl.maximum(cutoff, top + temperature * tl.log(min_p))
+        tl.store(cutoffs_ptr + row, cutoff)
+
+
+@triton.jit
+def _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
+    """What bounds a row: temperature, top_k, top_p, min_p; whether top-k and top-p do; whether anything does."""
+    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    in_k, in_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
+    bounded = (temperature >= GREEDY_BELOW) & (top_k != 1) & (in_k | in_p | (min_p > 0.0))
+    return temperature, top_k, top_p, min_p, in_k, in_p, bounded
+
+
+@triton.jit
+def _bound(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, maxima_ptr, bounds_ptr,
+    vocab, stride, slice_size,
+    BITS: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, _, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    if bounded:
+        OWN: tl.constexpr = COLUMNS // SLICES
+        logits = logits_ptr + row.to(tl.int64) * stride
+        column = tl.arange(0, TILE)
+        end = tl.minimum((part + 1) * slice_size, vocab)
+        most = tl.full((TILE,), float("-inf"), tl.float32)
+        for start in tl.range(part * slice_size, end, TILE, num_stages=4):
+            most = tl.maximum(most, tl.load(logits + start + column, start + column < end, float("-inf")).to(tl.float32))
+        kept = tl.max(tl.reshape(most, (TILE // OWN, OWN)), 0)
+        tl.store(maxima_ptr + row.to(tl.int64) * COLUMNS + part * OWN + tl.arange(0, OWN), kept)
+        # Every thread's stores come before the arrival, and the arrival before the last one's loads.
+        tl.debug_barrier()
+        if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == SLICES - 1:
+            maxima = tl.load(maxima_ptr + row.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), cache_modifier=".cg")
+            top = tl.max(maxima, 0)
+            bound = top
+            cutoff = tl.full((), float("-inf"), tl.float32)
+            if in_k | in_p:
+                bound = _kth(maxima, tl.where(in_k & (top_k <= _WANTED), top_k, _WANTED), BITS)
+            else:
+                cutoff = top + temperature * tl.log(min_p)
+            tl.store(bounds_ptr + 2 * row, bound)
+            tl.store(bounds_ptr + 2 * row + 1, top)
+            tl.store(cutoffs_ptr + row, cutoff)
+            tl.store(counters_ptr + row, 0)
+    elif part == 0:
+        tl.store(cutoffs_ptr + row, float("-inf"))
+
+
+@triton.jit
+def _gather(
+    logits, start, end, bound, top, inverse, candidates, weighed, TILE: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of [start, end) from `bound` up to `candidates`, while they fit: how many there are; the mass, if weighed."""
+    column = tl.arange(0, TILE)
+    count = tl.zeros((), tl.int32)
+    mass = tl.zeros((TILE,), tl.float32)
+    for begin in tl.range(start, end, TILE, num_stages=4):
+        x = tl.load(logits + begin + column, begin + column < end, float("-inf")).to(tl.float32)
+        if weighed:
+            mass += tl.exp((x - top) * inverse)
+        chosen = ((x >= bound) & (begin + column < end)).to(tl.int32)
+        found = tl.sum(chosen, 0)
+        if found > 0:
+            if count < SEGMENT:
+                place = count + tl.cumsum(chosen, 0) - 1
+                tl.store(candidates + place, x, (chosen > 0) & (place < SEGMENT))
+            count += found
+    return count, tl.sum(mass, 0)
+
+
+@triton.jit
+def _narrow(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, bounds_ptr, candidates_ptr,
+    counts_ptr, masses_ptr, vocab, stride, slice_size,
+    BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0), tl.program_id(1)
+    temperature, top_k, top_p, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    if bounded & (in_k | in_p):
+        logits = logits_ptr + row.to(tl.int64) * stride
+        candidates = candidates_ptr + row.to(tl.int64) * (SLICES * SEGMENT)
+        bound, top = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
+        inverse = 1.0 / temperature
+        start = part * slice_size
+        count, mass = _gather(
+            logits, start, tl.minimum(start + slice_size, vocab), bound, top, inverse, candidates + part * SEGMENT, ~in_k, TILE, SEGMENT
+        )  # fmt: skip
+        tl.store(counts_ptr + row * SLICES + part, count)
+        tl.store(masses_ptr + row * SLICES + part, mass)
+        tl.debug_barrier()
+        if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == SLICES - 1:
+            slices = tl.arange(0, SLICES)
+            counts = tl.load(counts_ptr + row * SLICES + slices, cache_modifier=".cg")
+            whole = tl.sum(tl.load(masses_ptr + row * SLICES + slices, cache_modifier=".cg"), 0)
+            place = tl.arange(0, SLICES * SEGMENT)
+            held = place % SEGMENT < tl.load(counts_ptr + row * SLICES + place // SEGMENT, cache_modifier=".cg")
+            x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
+            open_end = float("nan")
+            cutoff = tl.full((), open_end, tl.float32)
+            if (tl.max(counts, 0) <= SEGMENT) & (~in_k | (top_k <= _WANTED)):
+                weights = tl.exp((x - top) * inverse)
+                cutoff = tl.full((), float("-inf"), tl.float32)
+                if in_k:
+                    cutoff = _kth(x, top_k, BITS)
+                    whole = tl.sum(tl.where(x >= cutoff, weights, 0.0), 0)
+                if in_p:
+                    wanted = tl.maximum(top_p * whole, 1e-30)  # top_p 0 keeps the largest
+                    if tl.sum(weights, 0) >= wanted:
+                        cutoff = tl.maximum(cutoff, _nucleus(x, weights, wanted, BITS))
+                    else:
+                        cutoff = tl.full((), open_end, tl.float32)
+                if min_p > 0.0:  # an open cut-off stays open
+                    least = top + temperature * tl.log(min_p)
+                    cutoff = tl.where(cutoff < least, least, cutoff)
+            tl.store(cutoffs_ptr + row, cutoff)
+            tl.store(counters_ptr + row, 0)
+
+
+def find_cutoffs(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, work: CutoffWorkspace, slices: int | None = None
+) -> Tensor:
+    """float32 [B]: the smallest logit that each row keeps, -inf where it keeps all. Rows of logits may be strided.
+
+    slices: programs that share a row, a power of two; as many as fill the device if not given. The mass of a row is a sum of its
+    slices' sums, so a nucleus' edge may fall differently, by rounding, with another number of them.
+    """
+    batch, vocab = logits.shape
+    slices = configs.cut_slices(batch, vocab, logits.device) if slices is None else slices
+    slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
+    limits = (temperature, top_k, top_p, min_p)
+    bits, stride = _KEY_BITS[logits.dtype], logits.stride(0)
+    rows = work.cutoffs.shape[0]
+    first, second = work.counters[:rows], work.counters[rows:]
+    _bound[(batch, slices)](
+        logits, *limits, first, work.cutoffs, work.maxima, work.bounds, vocab, stride, slice_size,
+        bits, slices, _COLUMNS, _TILE, num_warps=4,
+    )  # fmt: skip
+    _narrow[(batch, slices)](
+        logits, *limits, second, work.cutoffs, work.bounds, work.candidates, work.counts, work.masses, vocab, stride, slice_size,
+        bits, slices, _segment(slices), _TILE, num_warps=4,
+    )  # fmt: skip
+    _whole_row[(batch,)](
+        logits, *limits, work.cutoffs, work.candidates, vocab, stride,
+        bits, _COLUMNS, _CUT_TILE_BYTES // logits.element_size(), _CANDIDATES, num_warps=16,
+    )  # fmt: skip
+    return work.cutoffs
