@@ -12,7 +12,7 @@ from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.checkpoint import dtype_named
 from pagecast_worker.models import one_row
 from pagecast_worker.models.config import ModelConfig
-from pagecast_worker.models.llama import Llama
+from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.staging import Staging
 
 BFLOAT16_GAIN = 0.8
@@ -43,7 +43,7 @@ class Backend:
             return torch.bfloat16
         return faster_dtype(shape)
 
-    def prepare(self, model: Llama) -> None:
+    def prepare(self, model: Decoder) -> None:
         """Operators and staging for a loaded model."""
         if self.is_cuda:
             from pagecast_worker.cuda_staging import CudaStaging
@@ -76,7 +76,7 @@ def device_named(name: str) -> torch.device:
     return device
 
 
-def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> Any:
+def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
     from pagecast_kernels import reference, triton_ops
     from pagecast_kernels.gemv import gemv, gemv_add, norm_gemv, norm_gemv_silu_mul
@@ -92,20 +92,26 @@ def cuda_operators(config: WorkerConfig, model: Llama, device: torch.device) -> 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.sample(*args, workspace=draw, **kwargs)
 
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
         if x.shape[0] == 1 and x.dtype != torch.float32 and x.shape[1] % 8 == 0:
-            return gemv(x, weight)
-        return reference.linear(x, weight)
+            return gemv(x, weight, bias)
+        return reference.linear(x, weight, bias)
 
     def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
         return triton_ops.silu_mul(linear(x, weight))
 
+    def linear_gelu_mul(x: Tensor, weight: Tensor) -> Tensor:
+        return triton_ops.gelu_mul(linear(x, weight))
+
     one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul, "linear_add": gemv_add}
-    names = ("rms_norm", "add_rms_norm", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows", "finish_rows")
+    names = (
+        "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows",
+        "finish_rows",
+    )  # fmt: skip
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
-        linear=linear, linear_silu_mul=linear_silu_mul, paged_decode=paged_decode, sample=sample,
+        linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul, paged_decode=paged_decode, sample=sample,
         one_row=one_row.suits(model), **one_row_ops,
     )
 

@@ -12,6 +12,7 @@ from pagecast_kernels.reference import (
     copy_blocks,
     finish_rows,
     gather_rows,
+    gelu_mul,
     keep_mask,
     linear,
     paged_prefill,
@@ -20,7 +21,8 @@ from pagecast_kernels.reference import (
 )
 
 __all__ = [
-    "add_rms_norm", "copy_blocks", "embedding", "finish_rows", "gather_rows", "linear", "linear_silu_mul", "paged_decode",
+    "add_rms_norm", "copy_blocks", "embedding", "finish_rows", "gather_rows", "gelu_mul", "linear", "linear_gelu_mul",
+    "linear_silu_mul", "paged_decode",
     "paged_prefill", "rms_norm", "rope_and_write_kv", "sample", "silu_mul",
 ]
 
@@ -33,7 +35,8 @@ one_row = False
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """See reference.rms_norm."""
-    value = F.rms_norm(x, weight.shape, weight, eps)
+    wide = weight.dtype != x.dtype  # float32 weights beside 16-bit values
+    value = F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype) if wide else F.rms_norm(x, weight.shape, weight, eps)
     return value if out is None else out.copy_(value)
 
 
@@ -48,6 +51,12 @@ def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return torch.mul(F.silu(gate), up, out=out)
 
 
+def linear_gelu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """See reference.linear_gelu_mul."""
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    return torch.mul(F.gelu(gate, approximate="tanh"), up, out=out)
+
+
 def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, out: Tensor | None = None) -> Tensor:
     """See reference.embedding."""
     local = token_ids.long() - start
@@ -56,21 +65,22 @@ def embedding(token_ids: Tensor, weight: Tensor, *, start: int = 0, out: Tensor 
 
 
 class _OncePerStep:
-    """Remembers what was derived from a step's tensors, so that a model's layers derive it once.
+    """Remembers what was derived from a step's tensors, so that a model's layers derive it once: for layers of two kinds, twice.
 
     Holds the tensors, so their identity is safe to compare; they may not be written to while in use.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
-        self._value: tuple[Tensor, ...] = ()
+        self._held: list[tuple[tuple[object, ...], tuple[Tensor, ...]]] = []
 
     def get(self, *key: object) -> tuple[Tensor, ...] | None:
-        same = len(key) == len(self._key) and all(a is b or (isinstance(a, int) and a == b) for a, b in zip(key, self._key))
-        return self._value if same else None
+        for held, value in self._held:
+            if len(key) == len(held) and all(a is b or (isinstance(a, int) and a == b) for a, b in zip(key, held)):
+                return value
+        return None
 
     def put(self, value: tuple[Tensor, ...], *key: object) -> tuple[Tensor, ...]:
-        self._key, self._value = key, value
+        self._held = [*self._held[-1:], (key, value)]
         return value
 
 

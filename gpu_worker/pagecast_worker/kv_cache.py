@@ -5,21 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+KvShape = tuple[int, int, int]
+"""Heads, and elements of a token's K and V in each (ModelConfig.kv_shape): the same number but for latent attention."""
 
-def block_bytes(num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+
+def block_bytes(num_layers: int, shape: KvShape, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, K and V together."""
-    return num_layers * 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+    heads, key, value = shape
+    return num_layers * heads * block_size * (key + value) * dtype.itemsize
 
 
 class KVCache:
-    """storage[L, 2, num_blocks, Hkv, block_size, D]; layers[i] is (K, V), each [num_blocks, Hkv, block_size, D] and contiguous."""
+    """layers[i] is (K, V) of a layer: [num_blocks, Hkv, block_size, D], contiguous. All layers' are one allocation each."""
 
-    def __init__(
-        self, num_blocks: int, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, num_blocks: int, num_layers: int, shape: KvShape, block_size: int, device: torch.device, dtype: torch.dtype) -> None:
         self.num_blocks = num_blocks
-        self.storage = torch.zeros((num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim), device=device, dtype=dtype)
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.storage]
+        heads, *dims = shape
+        self.storage = [torch.zeros((num_layers, num_blocks, heads, block_size, dim), device=device, dtype=dtype) for dim in dims]
+        self.layers: list[tuple[Tensor, Tensor]] = list(zip(*self.storage, strict=True))
 
     def copy(self, ops: Any, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks in every layer; int32 block ids."""
@@ -28,4 +31,5 @@ class KVCache:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero the blocks int[n] in every layer: a slot not written yet may hold the NaN of a row that went bad."""
-        self.storage.index_fill_(2, blocks.long(), 0.0)
+        for part in self.storage:
+            part.index_fill_(1, blocks.long(), 0.0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import structlog
 import torch
 
@@ -38,7 +39,7 @@ class Precompilation:
 
         properties = torch.cuda.get_device_properties(device)
         request = {
-            "shape": dataclasses.asdict(shape) | {"num_layers": 1, "rope_scaling": None, "rope_factors": ()},
+            "shape": dataclasses.asdict(shape) | {"num_layers": shape.layers_of_every_kind()},
             "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
             "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
@@ -145,17 +146,17 @@ def launch_all(request: dict[str, Any]) -> None:
     from pagecast_worker.kv_cache import KVCache
     from pagecast_worker.memory import prefill_step
     from pagecast_worker.mixed_graphs import sizes_for, view_step
-    from pagecast_worker.models.config import RopeScaling
-    from pagecast_worker.models.llama import Llama
+    from pagecast_worker.models.decoder import Decoder
+    from pagecast_worker.models.registry import architecture
     from pagecast_worker.parallel import Ranks
     from pagecast_worker.torch_executor import TorchExecutor, warm_sizes
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
-    shape = ModelConfig(**request["shape"] | {"rope_scaling": RopeScaling(), "eos_token_ids": tuple(request["shape"]["eos_token_ids"])})
+    shape = msgspec.convert(request["shape"], ModelConfig)
     config = SimpleNamespace(block_size=request["block_size"], max_num_seqs=request["max_num_seqs"])
     state = BatchState(config.max_num_seqs, request["max_blocks"], device)
-    model = Llama(shape, Ranks(), device, dtype, 64)
-    cache = KVCache(2, 1, shape.num_kv_heads, config.block_size, shape.head_dim, device, dtype)
+    model = Decoder(shape, architecture(shape.architecture).names, Ranks(), device, dtype, 64)
+    cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, dtype)
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops)
     blocks = torch.zeros(1, dtype=torch.int32, device=device)

@@ -26,7 +26,7 @@ from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import load_model, max_model_len, open_checkpoint
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
-from pagecast_worker.models.llama import Llama
+from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import forbid_early_stops, sample_rows
@@ -69,7 +69,7 @@ class TorchExecutor:
         ahead = start_precompilation(config, shape, self.dtype, max_blocks, self.device)
         try:
             loaded = load_model(config, checkpoint, self.device, self.dtype, report)
-            self.model: Llama = loaded.model
+            self.model: Decoder = loaded.model
             self.backend.prepare(self.model)
             self.ops = self.backend.ops
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
@@ -91,7 +91,7 @@ class TorchExecutor:
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self.dtype.itemsize,
+            kv_bytes_per_token=block_bytes(shape.num_layers, shape.kv_shape(), 1, self.dtype),
             num_parameters=self.model.num_parameters(),
             quantization=shape.quantization,
         )
@@ -100,7 +100,7 @@ class TorchExecutor:
     def _allocate(self, report: ReportProgress) -> int:
         """Size the pool, from a peak step measured over a pool of two blocks, and allocate it."""
         shape, config = self.model.config, self.config
-        bytes_per_block = block_bytes(shape.num_layers, self.model.num_kv_heads, config.block_size, shape.head_dim, self.dtype)
+        bytes_per_block = block_bytes(shape.num_layers, self.model.kv_shape, config.block_size, self.dtype)
         self.cache = self._cache(2)
         report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
         peak_step(self)
@@ -110,10 +110,7 @@ class TorchExecutor:
         return num_blocks
 
     def _cache(self, num_blocks: int) -> KVCache:
-        shape = self.model.config
-        return KVCache(
-            num_blocks, shape.num_layers, self.model.num_kv_heads, self.config.block_size, shape.head_dim, self.device, self.dtype
-        )
+        return KVCache(num_blocks, self.model.config.num_layers, self.model.kv_shape, self.config.block_size, self.device, self.dtype)
 
     def _warm_up(self, report: ReportProgress) -> None:
         """Run a decode step of every size that serving may use, as graphs where there are graphs."""

@@ -37,9 +37,9 @@ def _weights(weight_ptr, start, column, depth, EVEN: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    weight_ptr, x_ptr, gamma_ptr, out_ptr, N, K, eps,
+    weight_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.minimum(row, N - 1).to(tl.int64) * K
@@ -68,6 +68,8 @@ def _gemv(
         y *= scale
     if GATED:
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(up, 1) * scale)
+    if BIAS:
+        y += tl.load(bias_ptr + row, row < N, 0.0).to(tl.float32)
     if ADD:
         y += tl.load(out_ptr + row, row < N, 0.0).to(tl.float32)
     tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), row < N)
@@ -75,21 +77,23 @@ def _gemv(
 
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemvConfig,
-    gamma: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False, add: bool = False,
+    gamma: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False, add: bool = False, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows = config.rows // 2 if gated else config.rows  # as many weights a step either way
     N, K = out.shape[1], weight.shape[1]
     _gemv[(triton.cdiv(N, rows),)](
-        weight, x, gamma, out, N, K, eps, rows, config.depth, config.stages, K % config.depth == 0, gamma is not None, gated, add,
-        num_warps=config.warps,
+        weight, x, gamma, bias, out, N, K, eps, rows, config.depth, config.stages, K % config.depth == 0, gamma is not None, gated, add,
+        bias is not None, num_warps=config.warps,
     )  # fmt: skip
     return out
 
 
-def gemv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, config: GemvConfig = BEST) -> torch.Tensor:
-    """x [1, K] @ weight [N, K].T -> [1, N]; contiguous, float32 accumulation. See reference.linear."""
+def gemv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None, config: GemvConfig = BEST
+) -> torch.Tensor:
+    """x [1, K] @ weight [N, K].T + bias [N] -> [1, N]; contiguous, float32 accumulation. See reference.linear."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
-    return _launch(x, weight, out, config)
+    return _launch(x, weight, out, config, bias=bias)
 
 
 def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: GemvConfig = BEST) -> torch.Tensor:
@@ -98,11 +102,12 @@ def gemv_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, conf
 
 
 def norm_gemv(
-    x: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor, out: torch.Tensor | None = None, config: GemvConfig = BEST
-) -> torch.Tensor:
-    """The product of RMSNorm(x [1, K]) and weight [N, K].T -> [1, N]. See reference.norm_linear."""
+    x: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, config: GemvConfig = BEST,
+) -> torch.Tensor:  # fmt: skip
+    """The product of RMSNorm(x [1, K]) and weight [N, K].T, plus bias [N] -> [1, N]. See reference.norm_linear."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
-    return _launch(x, weight, out, config, gamma, eps)
+    return _launch(x, weight, out, config, gamma, eps, bias=bias)
 
 
 def norm_gemv_silu_mul(

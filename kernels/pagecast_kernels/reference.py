@@ -49,9 +49,17 @@ def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     return _give(F.silu(gate) * up, out, gate_up.dtype)
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """x[M, K] · weight[N, K]ᵀ. Returns [M, N] in x's dtype."""
-    return F.linear(x, weight) if out is None else torch.mm(x, weight.t(), out=out)
+def gelu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """gelu(gate) · up for gate_up[T, 2I] = gate | up, with gelu's tanh form (Hendrycks and Gimpel 2016). Returns [T, I]."""
+    gate, up = _accurate(gate_up).chunk(2, -1)
+    return _give(F.gelu(gate, approximate="tanh") * up, out, gate_up.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x[M, K] · weight[N, K]ᵀ + bias[N]. Returns [M, N] in x's dtype."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -59,14 +67,22 @@ def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     return silu_mul(F.linear(x, weight), out)
 
 
+def linear_gelu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """gelu_mul(linear(x[M, K], weight[2I, K])), rounded once. Returns [M, I]."""
+    return gelu_mul(F.linear(x, weight), out)
+
+
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual[M, N] += x[M, K] · weight[N, K]ᵀ, in place, rounded once. Returns residual."""
     return residual.copy_(_accurate(residual) + F.linear(_accurate(x), _accurate(weight)))
 
 
-def norm_linear(x: Tensor, gamma: Tensor, eps: float, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """linear(rms_norm(x[M, K], gamma[K]), weight[N, K]), rounded once. Returns [M, N]."""
-    return _give(F.linear(rms_norm(_accurate(x), gamma, eps), _accurate(weight)), out, x.dtype)
+def norm_linear(
+    x: Tensor, gamma: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """linear(rms_norm(x[M, K], gamma[K]), weight[N, K], bias[N]), rounded once. Returns [M, N]."""
+    wide = None if bias is None else _accurate(bias)
+    return _give(F.linear(rms_norm(_accurate(x), gamma, eps), _accurate(weight), wide), out, x.dtype)
 
 
 def norm_linear_silu_mul(x: Tensor, gamma: Tensor, eps: float, weight: Tensor, out: Tensor | None = None) -> Tensor:

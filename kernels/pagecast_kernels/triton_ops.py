@@ -2,7 +2,7 @@
 no launcher tunes, waits for the device, or allocates by value."""
 
 from pagecast_kernels.decode import DecodeWorkspace, decode_workspace, paged_decode
-from pagecast_kernels.elementwise import copy_blocks, embedding, silu_mul
+from pagecast_kernels.elementwise import copy_blocks, embedding, gelu_mul, silu_mul
 from pagecast_kernels.logprobs import top_logprobs
 from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
@@ -19,6 +19,7 @@ __all__ = [
     "embedding",
     "finish_rows",
     "gather_rows",
+    "gelu_mul",
     "paged_decode",
     "paged_prefill",
     "rms_norm",

@@ -28,7 +28,11 @@ def test_what_surrounds_the_product_of_a_layer_is_done_in_passing(columns: int, 
     exact = [tensor.double() for tensor in (x, gamma[0], weight, gates, residual)]
     nan = lambda: torch.full((1, columns), float("nan"), dtype=torch.float16)
     pairs = (
-        (norm_gemv(x, gamma[0], 1e-5, weight, nan(), config), reference.norm_linear(exact[0], exact[1], 1e-5, exact[2])),
+        (norm_gemv(x, gamma[0], 1e-5, weight, None, nan(), config), reference.norm_linear(exact[0], exact[1], 1e-5, exact[2])),
+        (
+            norm_gemv(x, gamma[0], 1e-5, weight, weight[:, 0].contiguous(), nan(), config),
+            reference.norm_linear(exact[0], exact[1], 1e-5, exact[2], exact[2][:, 0]),
+        ),
         (norm_gemv_silu_mul(x, gamma[0], 1e-5, gates, nan(), config), reference.norm_linear_silu_mul(exact[0], exact[1], 1e-5, exact[3])),
         (gemv_add(x, weight, residual, config), reference.linear_add(exact[0], exact[2], exact[4])),
     )

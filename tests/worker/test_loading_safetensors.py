@@ -159,15 +159,25 @@ def test_folder_without_weights(tmp_path):
         ({"num_hidden_layers": "two"}, "num_hidden_layers"),
         ({"vocab_size": None}, "vocab_size"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
         ({"a_new_idea": True}, "a_new_idea"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        ({"auto_map": {"AutoModel": "code.Model"}, "model_type": "a_new_kind"}, "auto_map"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "wide"}, "sliding_window"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["round"] * 2}, "layer_types"),
         ({"eos_token_id": "end"}, "eos_token_id"),
     ],
 )
 def test_configuration_that_is_not_understood(tmp_path, changes, named):
     assert f"field {named} " in refusal(write_config(tmp_path, **changes))
+
+
+def test_code_beside_a_known_model_type_is_left_alone(tmp_path):
+    folder = write_model(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Own"}, architectures=["OwnForCausalLM"])
+    (folder / "modeling.py").write_text("raise SystemExit")
+    assert executor_of(folder).load(lambda progress: None)[0].architecture == "LlamaForCausalLM"
 
 
 def test_configuration_that_is_no_json(tmp_path):

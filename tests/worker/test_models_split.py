@@ -55,7 +55,7 @@ def test_attention_of_both_ranks_adds_up(models):
 
     def attend(model):
         k_cache, v_cache = (torch.zeros(2, model.num_kv_heads, 16, 32) for _ in range(2))
-        return model.layers[0].attention.forward(cpu_ops, x, step, model.cos_sin, k_cache, v_cache)
+        return model.layers[0].attention.forward(cpu_ops, x, step, k_cache, v_cache)
 
     torch.testing.assert_close(attend(halves[0]) + attend(halves[1]), attend(whole), rtol=1e-5, atol=1e-5)
 

@@ -28,7 +28,7 @@ print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
 def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, prefill):
     shape = RandomWeights(write_config(tmp_path / "shape", head_dim=head_dim), torch.device("cpu")).config
     request = {
-        "shape": dataclasses.asdict(shape) | {"num_layers": 1, "rope_scaling": None, "rope_factors": ()}, "dtype": "bfloat16",
+        "shape": dataclasses.asdict(shape) | {"num_layers": 1}, "dtype": "bfloat16",
         "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
     }
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -39,7 +39,7 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, prefill):
         assert done.returncode == 0, done.stderr[-2000:]
         names |= set(json.loads(done.stdout))
     assert names == {
-        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gather_rows", "_gemv", "_narrow", "_paged_decode", prefill,
-        "_rms_norm", "_rope_and_write_kv", "_silu_mul", "_whole_row",
+        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_gemv", "_narrow", "_paged_decode",
+        prefill, "_rms_norm", "_rope_and_write_kv", "_whole_row",
     }
     assert list((tmp_path / "cache").glob("*/*.cubin"))

@@ -15,6 +15,7 @@ class Attention:
     """One layer's attention on one rank; num_heads and num_kv_heads are this rank's.
 
     qkv's weight is [(Hq + 2 Hkv) D, H], split by heads; output's [H, Hq D], so its product is one summand over ranks.
+    q_norm, k_norm [D]: norms of each head. cos_sin: this layer's angles. window: how many tokens it sees, 0: all.
     """
 
     qkv: ColumnParallel
@@ -23,29 +24,37 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     scale: float
+    cos_sin: Tensor
+    window: int = 0
+    softcap: float = 0.0
+    eps: float = 1e-6
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
-    def forward(self, ops: Any, x: Tensor, step: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def forward(self, ops: Any, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """x[T, H] normed -> [T, H], this rank's summand."""
-        return self.output.forward(ops, self.attend(ops, self.qkv.forward(ops, x), step, cos_sin, k_cache, v_cache))
+        return self.output.forward(ops, self.attend(ops, self.qkv.forward(ops, x), step, k_cache, v_cache))
 
-    def attend(self, ops: Any, qkv: Tensor, step: StepInputs, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def attend(self, ops: Any, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """qkv[T, (Hq + 2 Hkv) D] -> [T, Hq D]: rotation, cache write and attention."""
         q = ops.rope_and_write_kv(
-            qkv, cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, self.num_heads, self.num_kv_heads, self.head_dim
+            qkv, self.cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, self.num_heads, self.num_kv_heads, self.head_dim,
+            self.q_norm, self.k_norm, self.eps,
         )
         return self._attend(ops, q, step, k_cache, v_cache).view(qkv.shape[0], -1)
 
     def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        decodes = step.num_decodes
+        decodes, looks = step.num_decodes, {"window": self.window, "softcap": self.softcap}
         if not step.num_prefills:
-            return ops.paged_decode(q, k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale)
+            return ops.paged_decode(q, k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, **looks)
         out = torch.empty_like(q)
         if decodes:
             ops.paged_decode(
-                q[:decodes], k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, out=out[:decodes]
+                q[:decodes], k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, out=out[:decodes],
+                **looks,
             )
         ops.paged_prefill(
             q, k_cache, v_cache, step.block_table, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
-            max_query_len=step.max_query_len, out=out,
+            max_query_len=step.max_query_len, out=out, **looks,
         )
         return out

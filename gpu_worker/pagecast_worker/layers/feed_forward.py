@@ -1,4 +1,4 @@
-"""The gated feed-forward block (SwiGLU, Shazeer 2020)."""
+"""The gated feed-forward block (SwiGLU and GeGLU, Shazeer 2020)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.models.config import Activation
 
 
 @dataclass(slots=True)
@@ -14,7 +15,9 @@ class FeedForward:
 
     gate_up: ColumnParallel
     down: RowParallel
+    activation: Activation = "silu"
 
     def forward(self, ops: Any, x: Tensor) -> Tensor:
         """x[T, H] normed -> [T, H], this rank's summand."""
-        return self.down.forward(ops, self.gate_up.forward_silu_mul(ops, x))
+        gated = self.gate_up.forward_gelu_mul if self.activation == "gelu_tanh" else self.gate_up.forward_silu_mul
+        return self.down.forward(ops, gated(ops, x))

@@ -22,14 +22,19 @@ class ColumnParallel:
 
     def forward(self, ops: Any, x: Tensor) -> Tensor:
         """x[T, K] -> [T, N]."""
-        y: Tensor = ops.linear(x, self.weight)
-        return y if self.bias is None else y.add_(self.bias)
+        return ops.linear(x, self.weight, self.bias)  # type: ignore[no-any-return]
 
     def forward_silu_mul(self, ops: Any, x: Tensor) -> Tensor:
         """Where N are gate outputs, then as many up outputs: x[T, K] -> silu(gate) · up, [T, N / 2]."""
         if self.bias is not None:
             return ops.silu_mul(self.forward(ops, x))  # type: ignore[no-any-return]
         return ops.linear_silu_mul(x, self.weight)  # type: ignore[no-any-return]
+
+    def forward_gelu_mul(self, ops: Any, x: Tensor) -> Tensor:
+        """The same with gelu."""
+        if self.bias is not None:
+            return ops.gelu_mul(self.forward(ops, x))  # type: ignore[no-any-return]
+        return ops.linear_gelu_mul(x, self.weight)  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pagecast_wire.intake import LoadProgress
 from pagecast_worker.config import WorkerConfig
@@ -13,8 +14,9 @@ from pagecast_worker.loading.gguf import GgufCheckpoint
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.loading.safetensors import SafetensorsCheckpoint
 from pagecast_worker.models.config import ModelConfig
-from pagecast_worker.models.llama import Llama
-from pagecast_worker.models.registry import model_class
+from pagecast_worker.models.decoder import Decoder
+from pagecast_worker.models.registry import architecture
+from pagecast_worker.models.weights import Source
 from pagecast_worker.parallel import Ranks
 
 LEFT_OVER = (".rotary_emb.inv_freq", "lm_head.weight")
@@ -25,7 +27,7 @@ LEFT_OVER = (".rotary_emb.inv_freq", "lm_head.weight")
 class Loaded:
     """A model ready to compute, and the hex digest of what it was made from."""
 
-    model: Llama
+    model: Decoder
     digest: str
 
 
@@ -53,22 +55,29 @@ def load_model(
 ) -> Loaded:
     """Allocate and fill. Reports bytes of weights under phase "weights"."""
     ranks = Ranks(config.rank, config.tensor_parallel_size)
-    made = model_class(checkpoint.config.architecture)
-    model = made(checkpoint.config, ranks, device, dtype, max_model_len(config, checkpoint.config))
+    family = architecture(checkpoint.config.architecture)
+    model = Decoder(checkpoint.config, family.names, ranks, device, dtype, max_model_len(config, checkpoint.config))
     sources = list(model.sources())
     if not isinstance(checkpoint, RandomWeights):
-        check_names(checkpoint, {source.name for source in sources}, LEFT_OVER)
-    total = sum(source.parameter.nbytes for source in sources if source.row == 0)
+        check_names(checkpoint, {source.name for source in sources}, (*LEFT_OVER, *family.left_over))
+    total = sum(source.held() for source in sources) * dtype.itemsize
     done = 0
     for source in sources:
         if isinstance(checkpoint, RandomWeights):
-            if source.row == 0:
-                checkpoint.fill(source.parameter)
+            checkpoint.fill(source)
         else:
-            value = checkpoint.tensor(source.name, source.shape)
-            part = value if source.part is None else source.part.of(value)
+            part = _part(checkpoint, source)
             source.parameter.narrow(0, source.row, part.shape[0]).copy_(part)
-        if source.row == 0:
-            done += source.parameter.nbytes
-            report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
+        done += source.held() * dtype.itemsize
+        report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
     return Loaded(model, checkpoint.identity())
+
+
+def _part(checkpoint: Checkpoint, source: Source) -> Tensor:
+    """This rank's part of a checkpoint tensor, as its parameter holds it."""
+    value = checkpoint.tensor(source.name, source.shape)
+    if source.take is not None:
+        value = value[source.take[0] : source.take[1]]
+    if source.change is not None:
+        value = source.change(value)
+    return value if source.part is None else source.part.of(value)

@@ -11,28 +11,29 @@ from torch import Tensor
 from pagecast_worker.layers.step_inputs import StepInputs
 
 if TYPE_CHECKING:
-    from pagecast_worker.models.llama import Llama
+    from pagecast_worker.models.decoder import Decoder
 
 
-def suits(model: "Llama") -> bool:
+def suits(model: "Decoder") -> bool:
     """Whether these kernels can take a model: one rank, plain weights, rows in whole 16-byte words."""
-    if model.ranks.size > 1:
+    config = model.config
+    if model.ranks.size > 1 or config.post_norms or config.activation != "silu" or config.embedding_scale != 1.0:
         return False
     blocks = [(layer.attention, layer.feed_forward) for layer in model.layers]
     products = [p for a, f in blocks for p in (a.qkv, a.output, f.gate_up, f.down)]
-    return all(
-        p.bias is None and isinstance(p.weight, Tensor) and p.weight.is_floating_point() and p.weight.shape[1] % 8 == 0 for p in products
+    return all(layer.attention.output.bias is None for layer in model.layers) and all(
+        isinstance(p.weight, Tensor) and p.weight.is_floating_point() and p.weight.shape[1] % 8 == 0 for p in products
     )
 
 
-def forward(model: "Llama", ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Hidden state [1, H] after the last norm; see Llama.forward."""
+def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Hidden state [1, H] after the last norm; see Decoder.forward."""
     eps = model.config.rms_norm_eps
     residual = model.embedding.forward(ops, step.token_ids)
     for layer, (k_cache, v_cache) in zip(model.layers, caches, strict=True):
         attention, feed_forward = layer.attention, layer.feed_forward
-        qkv = ops.norm_linear(residual, layer.attention_norm, eps, attention.qkv.weight)
-        attended = attention.attend(ops, qkv, step, model.cos_sin, k_cache, v_cache)
+        qkv = ops.norm_linear(residual, layer.attention_norm, eps, attention.qkv.weight, attention.qkv.bias)
+        attended = attention.attend(ops, qkv, step, k_cache, v_cache)
         ops.linear_add(attended, attention.output.weight, residual)
         inner = ops.norm_linear_silu_mul(residual, layer.feed_forward_norm, eps, feed_forward.gate_up.weight)
         ops.linear_add(inner, feed_forward.down.weight, residual)

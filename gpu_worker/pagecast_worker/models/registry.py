@@ -1,13 +1,25 @@
-"""Which class computes which architecture."""
+"""Which architectures there are: every module of this package that declares an ARCHITECTURE."""
 
+import functools
+import pkgutil
+from importlib import import_module
+
+from pagecast_worker import models
 from pagecast_worker.executor import LoadError
-from pagecast_worker.models.llama import Llama
-
-MODELS = {"LlamaForCausalLM": Llama}
+from pagecast_worker.models.architecture import Architecture
 
 
-def model_class(architecture: str) -> type[Llama]:
-    """Raises LoadError for an architecture that nothing here computes."""
-    if architecture not in MODELS:
-        raise LoadError(f"field architectures names {architecture}; known are {', '.join(MODELS)}")
-    return MODELS[architecture]
+@functools.cache
+def architectures() -> dict[str, Architecture]:
+    """By name, in alphabetical order."""
+    modules = [import_module(f"{models.__name__}.{module.name}") for module in pkgutil.iter_modules(models.__path__)]
+    found: list[Architecture] = [module.ARCHITECTURE for module in modules if hasattr(module, "ARCHITECTURE")]
+    return {one.name: one for one in sorted(found, key=lambda one: one.name)}
+
+
+def architecture(name: str) -> Architecture:
+    """Raises LoadError for one that nothing here computes."""
+    known = architectures()
+    if name not in known:
+        raise LoadError(f"field architectures names {name}; known are {', '.join(known)}")
+    return known[name]

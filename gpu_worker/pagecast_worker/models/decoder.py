@@ -1,0 +1,126 @@
+"""A decoder of any family: its parameters on one rank, where they come from, and the forward pass over them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_worker.layers.attention import Attention
+from pagecast_worker.layers.embedding import Embedding, Head
+from pagecast_worker.layers.feed_forward import FeedForward
+from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.layers.rotary import cos_sin_table
+from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.models import one_row, sources
+from pagecast_worker.models.config import ModelConfig
+from pagecast_worker.models.weights import Names, Source
+from pagecast_worker.parallel import Ranks
+
+
+@dataclass(slots=True)
+class Layer:
+    """One decoder layer: norm weights [H] and the two blocks."""
+
+    attention_norm: Tensor
+    attention: Attention
+    feed_forward_norm: Tensor
+    feed_forward: FeedForward
+    post_attention_norm: Tensor | None = None
+    post_feed_forward_norm: Tensor | None = None
+
+
+class Decoder:
+    """Weights of one rank and the forward pass. Parameters are allocated empty; `sources` says how to fill them."""
+
+    def __init__(
+        self, config: ModelConfig, names: Names, ranks: Ranks, device: torch.device, dtype: torch.dtype, max_positions: int
+    ) -> None:
+        self.config, self.names, self.ranks, self.dtype, self.device = config, names, ranks, dtype, device
+        heads, key, value = config.kv_shape()
+        self.kv_copies = ranks.copies(heads, "num_key_value_heads")
+        """Ranks that hold the same KV head, where there are more ranks than heads."""
+        self.num_kv_heads = heads * self.kv_copies // ranks.size
+        self.kv_shape = (self.num_kv_heads, key, value)
+        self.vocabulary = ranks.vocabulary(config.vocab_size)
+        self.embedding = Embedding(self._make(self.vocabulary.size, config.hidden_size), self.vocabulary.start, ranks)
+        head = self.embedding.weight if config.tie_word_embeddings else self._make(self.vocabulary.size, config.hidden_size)
+        self.head = Head(head, config.vocab_size, ranks)
+        self.norm = self._norm(config.hidden_size)
+        self.cos_sin = cos_sin_table(config, max_positions, device)
+        self._local_cos_sin = cos_sin_table(config, max_positions, device, local=True) if config.local_rope_theta else self.cos_sin
+        self.layers = [self._layer(index) for index in range(config.num_layers)]
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+
+    def _make(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def _norm(self, size: int) -> Tensor:
+        """Weights near 0 that get 1 added lose most of their digits in 16 bits, so those are kept in 32."""
+        return torch.empty(size, device=self.device, dtype=torch.float32 if self.config.norm_offset else self.dtype)
+
+    def _layer(self, index: int) -> Layer:
+        hidden = self.config.hidden_size
+        layer = Layer(self._norm(hidden), self._attention(index), self._norm(hidden), self._feed_forward(index))
+        if self.config.post_norms:
+            layer.post_attention_norm, layer.post_feed_forward_norm = self._norm(hidden), self._norm(hidden)
+        return layer
+
+    def _attention(self, index: int) -> Attention:
+        config, make = self.config, self._make
+        heads, hidden, dim = self.ranks.share(config.num_heads, "num_attention_heads"), config.hidden_size, config.head_dim
+        rows, window = (heads + 2 * self.num_kv_heads) * dim, config.window(index)
+        attention = Attention(
+            ColumnParallel(make(rows, hidden), make(rows) if config.attention_bias else None),
+            RowParallel(make(hidden, heads * dim), self.ranks, make(hidden) if config.output_bias else None),
+            num_heads=heads, num_kv_heads=self.num_kv_heads, head_dim=dim, scale=config.softmax_scale,
+            cos_sin=self._local_cos_sin if window else self.cos_sin, window=window, softcap=config.attention_softcap,
+            eps=config.rms_norm_eps,
+        )
+        if config.qk_norm:
+            attention.q_norm, attention.k_norm = self._norm(dim), self._norm(dim)
+        return attention
+
+    def _feed_forward(self, index: int) -> FeedForward:
+        config, make = self.config, self._make
+        inner = self.ranks.share(config.intermediate_size, "intermediate_size")
+        down = RowParallel(make(config.hidden_size, inner), self.ranks)
+        return FeedForward(ColumnParallel(make(2 * inner, config.hidden_size)), down, config.activation)
+
+    def sources(self) -> Iterator[Source]:
+        """Every checkpoint tensor that the model needs, and its place."""
+        return sources.of_model(self)
+
+    def num_parameters(self) -> int:
+        """Of the whole model, over all ranks."""
+        return sum(source.size() for source in self.sources())
+
+    def forward(self, ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Hidden states [T, H] after the last norm. caches: K and V of every layer, written and read in place."""
+        if ops.one_row and step.token_ids.shape[0] == 1:
+            return one_row.forward(self, ops, step, caches)
+        eps = self.config.rms_norm_eps
+        residual = self.embedding.forward(ops, step.token_ids)
+        if self._embedding_scale != 1.0:
+            residual.mul_(self._embedding_scale)
+        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
+        for index, layer in enumerate(self.layers):
+            x = layer.attention.forward(ops, x, step, *caches[index])
+            x = self._add(ops, x, layer.post_attention_norm, residual, layer.feed_forward_norm)
+            x = layer.feed_forward.forward(ops, x)
+            following = self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
+            x = self._add(ops, x, layer.post_feed_forward_norm, residual, following)
+        return x
+
+    def _add(self, ops: Any, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor) -> Tensor:
+        """A block's summand x [T, H] into the residual, by its own norm where it has one; the sum normed for the next block."""
+        eps = self.config.rms_norm_eps
+        if own_norm is None:
+            return self.ranks.add_rms_norm(ops, x, residual, next_norm, eps)
+        return ops.add_rms_norm(ops.rms_norm(self.ranks.all_reduce(x), own_norm, eps), residual, next_norm, eps)  # type: ignore[no-any-return]
+
+    def logits(self, ops: Any, hidden: Tensor) -> Tensor:
+        """[B, H] -> [B, V] in the model's dtype."""
+        logits, cap = self.head.forward(ops, hidden), self.config.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
