@@ -8,11 +8,12 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncClient": "client", "Client": "sync", "LLM": "llm", "AsyncLLM": "llm", "SamplingParams": "sampling", "RequestOutput": "llm",
-    "CompletionOutput": "llm", "PagecastError": "errors", "RpcError": "errors",
+    "CompletionOutput": "llm", "PagecastError": "errors", "RpcError": "errors", "Tls": "access",
 }
 """Public name to the module that defines it."""
 
 if TYPE_CHECKING:
+    from pagecast.access import Tls as Tls
     from pagecast.client import AsyncClient as AsyncClient
     from pagecast.errors import PagecastError as PagecastError
     from pagecast.errors import RpcError as RpcError

@@ -3,6 +3,7 @@
 import ipaddress
 import json
 from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any
 
 from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
@@ -11,16 +12,9 @@ from pagecast import types
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
-SERVICE_CONFIG = {
-    "loadBalancingConfig": [{"round_robin": {}}],
-    "methodConfig": [{
-        "name": [{}],
-        # Only before the first message of an answer (gRFC A6), and only for the one status that says "not here, not now".
-        "retryPolicy": {
-            "maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "2s", "backoffMultiplier": 2, "retryableStatusCodes": ["UNAVAILABLE"],
-        },
-    }],
-}
+SERVICE_CONFIG: dict[str, Any] = json.loads(files("pagecast").joinpath("service_config.json").read_bytes())
+"""What the server advises: spread calls over replicas that are healthy; try again before the first message of an answer (gRFC A6), and
+only for the one status that says "not here, not now"."""
 
 _HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
@@ -63,10 +57,23 @@ def target_of(endpoints: str | Sequence[str]) -> str:
     return f"ipv{families.pop()}:{','.join(endpoints)}"
 
 
-def channel_options(extra: Sequence[tuple[str, Any]] = ()) -> list[tuple[str, Any]]:
-    """Channel arguments: retries, round robin, keepalive that notices a peer that hangs, and room for long answers."""
+def are_replicas(endpoints: str | Sequence[str]) -> bool:
+    """Whether there is more than one server to choose from."""
+    return not isinstance(endpoints, str) and len(endpoints) > 1
+
+
+def service_config(checks_health: bool) -> dict[str, Any]:
+    """The advice as this client takes it: without a replica to turn to, an unhealthy server is asked all the same and says why; and a
+    call fails when no server is there, instead of waiting for one."""
+    methods = [{key: value for key, value in method.items() if key != "waitForReady"} for method in SERVICE_CONFIG["methodConfig"]]
+    return {key: value for key, value in SERVICE_CONFIG.items() if checks_health or key != "healthCheckConfig"} | {"methodConfig": methods}
+
+
+def channel_options(extra: Sequence[tuple[str, Any]] = (), *, checks_health: bool = False) -> list[tuple[str, Any]]:
+    """Channel arguments: retries, round robin, keepalive that notices a peer that hangs, and room for long answers. checks_health: calls
+    go to replicas alone that gRPC's own health checks find healthy; those bear no token."""
     return [
-        ("grpc.service_config", json.dumps(SERVICE_CONFIG)),
+        ("grpc.service_config", json.dumps(service_config(checks_health))),
         ("grpc.max_receive_message_length", 64 << 20),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from pagecast import answers, channel, requests, types
+from pagecast import access, answers, channel, requests, types
 from pagecast.errors import from_rpc
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
@@ -64,20 +64,27 @@ class AsyncStream:
 class AsyncClient:
     """One connection to a server, or to several alike. Use it inside one event loop, best as `async with AsyncClient() as client`.
 
-    endpoints: HOST:PORT, unix:PATH, or several IP:PORT to spread over. credentials: for TLS. metadata: sent with every call, e.g.
-    [("authorization", "Bearer ...")].
+    endpoints: HOST:PORT, unix:PATH, or several IP:PORT to spread over. tls: True, or a `Tls` with an authority, a client certificate or
+    a server name; absent: plaintext. token: a bearer token, sent over TLS or to this machine alone. credentials: gRPC's own, in place
+    of tls. metadata: sent with every call. Raises ValueError where these do not go together.
     """
 
     def __init__(
-        self, endpoints: str | Sequence[str] = channel.DEFAULT_TARGET, *, credentials: grpc.ChannelCredentials | None = None,
-        metadata: Sequence[tuple[str, str]] = (), options: Sequence[tuple[str, Any]] = (),
+        self, endpoints: str | Sequence[str] = channel.DEFAULT_TARGET, *, tls: access.Tls | bool | None = None, token: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None, metadata: Sequence[tuple[str, str]] = (),
+        options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        target, arguments = channel.target_of(endpoints), channel.channel_options(options)
+        target, chosen = channel.target_of(endpoints), access.tls_of(tls)
+        if chosen is not None:
+            if credentials is not None:
+                raise ValueError("tls and credentials are two ways to say the same; give one")
+            credentials, options = chosen.credentials(), [*options, *chosen.options()]
+        arguments = channel.channel_options(options, checks_health=token is None and channel.are_replicas(endpoints))
+        self._metadata = (*access.token_metadata(target, token, credentials is not None), *metadata)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, arguments)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, arguments)
-        self._metadata = tuple(metadata)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)

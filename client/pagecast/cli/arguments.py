@@ -1,16 +1,56 @@
-"""Arguments that the client commands share: where the server is, and how to sample."""
+"""Arguments that the client commands share: where the server is, how to get in, and how to sample."""
 
 import argparse
+import os
+from pathlib import Path
+from typing import Any
 
 from pagecast import channel
+from pagecast.access import Tls
+from pagecast.errors import PagecastError
 from pagecast.sampling import SamplingParams
+from pagecast.sync import Client
+
+TOKEN_VARIABLE = "PAGECAST_TOKEN"
+
+
+class WrongAccess(PagecastError):
+    """Arguments about access that do not go together or cannot be read."""
+
+    exit_code = 2
 
 
 def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) -> None:
     """timeout: seconds, unless another is given; None waits for ever."""
     parser.add_argument("--target", default=channel.DEFAULT_TARGET, metavar="HOST:PORT", help="server to ask (default: %(default)s)")
+    parser.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
+    parser.add_argument("--ca", metavar="FILE", help="PEM file of the authority to trust instead; means --tls")
+    parser.add_argument("--cert", metavar="FILE", help="PEM file of a client certificate to show; means --tls")
+    parser.add_argument("--key", metavar="FILE", help="PEM file of the client certificate's key")
+    parser.add_argument("--server-name", metavar="NAME", help="name to expect in the server's certificate")
+    parser.add_argument("--token-file", metavar="FILE", help=f"file with a bearer token (default: the variable {TOKEN_VARIABLE})")
     default = "never" if timeout is None else f"{timeout:g}"
     parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
+
+
+def access(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of a client. Raises WrongAccess."""
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if args.token_file is not None:
+        try:
+            token = Path(args.token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise WrongAccess(f"cannot read the token file {args.token_file}: {getattr(error, 'strerror', 'not text')}") from None
+    wants_tls = args.tls or any((args.ca, args.cert, args.key, args.server_name))
+    return {"tls": Tls(args.ca, args.cert, args.key, args.server_name) if wants_tls else None, "token": token}
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """A client of the server that the arguments name. Raises WrongAccess."""
+    try:
+        return Client(args.target, **access(args))
+    except ValueError as error:
+        raise WrongAccess(str(error)) from None
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

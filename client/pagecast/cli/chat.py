@@ -8,7 +8,6 @@ import time
 from pagecast.cli import arguments
 from pagecast.cli.answer import Answer, show
 from pagecast.errors import RpcError
-from pagecast.sync import Client
 from pagecast.types import ChatMessage
 
 
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         import readline  # noqa: F401  # gives input() line editing and its history
     if sys.stdin.isatty():
         print("Ctrl-C stops an answer, /exit ends.")
-    with Client(args.target) as client:
+    with arguments.connect(args) as client:
         while (line := _next_line()) is not None:
             history.append(ChatMessage("user", line))
             answer, start = Answer(), time.perf_counter()

@@ -7,7 +7,6 @@ import time
 from pagecast.cli import arguments
 from pagecast.cli.answer import Answer, show
 from pagecast.requests import Prompt
-from pagecast.sync import Client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     answer, start = Answer(), time.perf_counter()
     try:
         sampling = arguments.sampling(args)
-        with Client(args.target) as client, client.stream(prompt, sampling, **options) as stream:
+        with arguments.connect(args) as client, client.stream(prompt, sampling, **options) as stream:
             complete = show(stream, answer, start)
     except ValueError as error:
         print(f"pagecast generate: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": "ask a server for one answer and stream it",
     "chat": "talk to a server",
     "status": "health, model and load of a server",
+    "token": "make a bearer token for a principal",
     "demo": "start a cluster, ask three questions at once, show the streams side by side",
     "bench": "measure: the scheduler, kernels, the CPU backend beside transformers, ...",
     "replay": "run a recording of a scheduler again",

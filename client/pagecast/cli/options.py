@@ -2,6 +2,7 @@
 the README's table all come from it. Names are vLLM's where they mean the same."""
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,11 @@ class Option:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that stands in for the flag where that is not given."""
+        return "PAGECAST_" + self.name.upper()
 
 
 _ALL = (SERVE, SCHEDULER, WORKER, FRONTEND)
@@ -104,22 +110,46 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
+_SUPERVISED = "PAGECAST_LIFELINE"
+"""Set by a supervisor for the processes that it starts."""
+_TRUTH = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+_KINDS = {bool: "on or off", int: "a whole number", float: "a number", str: "a text"}
+
+
 def of(taker: str) -> Iterator[Option]:
     """The options of one command, in the table's order."""
     return (option for option in OPTIONS if taker in option.takers)
 
 
 def add(parser: argparse.ArgumentParser, chosen: Iterable[Option]) -> None:
-    """Give `parser` these options."""
+    """Give `parser` these options. What is not given is taken from the environment, and else is the default; a role that a supervisor
+    started is told everything, and looks at no variable."""
     for option in chosen:
+        default, required = option.default, option.required
+        if option.variable in os.environ and _SUPERVISED not in os.environ:
+            default, required = _from_environment(parser, option), False
         text = option.help if option.default is None or "(default" in option.help else f"{option.help} (default: {_shown(option.default)})"
         if option.kind is bool:
-            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=option.default, help=text)
+            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         else:
             parser.add_argument(
-                option.flag, type=option.kind, default=option.default, choices=option.choices or None, required=option.required,
+                option.flag, type=option.kind, default=default, choices=option.choices or None, required=required,
                 help=text.replace("%", "%%"), metavar=option.kind.__name__.upper() if not option.choices else None,
             )
+
+
+def _from_environment(parser: argparse.ArgumentParser, option: Option) -> Any:
+    """The variable's value; what it cannot be ends the command."""
+    text = os.environ[option.variable]
+    try:
+        if option.kind is bool:
+            return _TRUTH[text.lower()]
+        value = option.kind(text)
+    except (KeyError, ValueError):
+        parser.error(f"the variable {option.variable} must be {_KINDS[option.kind]}, not {text!r}")
+    if option.choices and value not in option.choices:
+        parser.error(f"the variable {option.variable} must be one of {', '.join(option.choices)}, not {text!r}")
+    return value
 
 
 def values(args: argparse.Namespace, taker: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import socket
 from dataclasses import asdict
 
 from pagecast.cli import arguments
-from pagecast.sync import Client
 from pagecast.types import Load, Model
 
 
@@ -22,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
         listens = _scheduler_listens(args.run_dir, args.timeout)
         print("SERVING" if listens else "NOT_SERVING")
         return 0 if listens else 1
-    with Client(args.target) as client:
+    with arguments.connect(args) as client:
         health = client.health(timeout=args.timeout)
         code = 0 if health == "SERVING" else 1
         if args.check:
