@@ -1,0 +1,142 @@
+"""How quantized weights are stored: words in the order in which a tensor-core tile takes them, and the way there and back.
+
+A weight matrix [N, K] is cut into tiles of 64 rows and TILE_WORDS / 64 = 16 words a row. A word holds 8 values of 4 bits or 4 of 8
+bits, value j being that of column j · 16 + c of the tile for word c, so that shifting and masking all words at once gives 16
+columns of 64 rows. The 1,024 words of a tile lie as the threads of a warp group hold an operand of a 64 x 16 product: each thread
+reads 16 bytes at a time and nothing moves between threads.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["int4", "int8", "fp8"]
+TILE_ROWS, TILE_WORDS = 64, 1024
+FP8_MAX = 448.0
+BIAS = {"int4": 8, "int8": 128, "fp8": 0}
+"""What is subtracted from a stored value where no zero points are given."""
+GROUPS = (32, 64, 128)
+"""Columns that may share a scale, beside multiples of 128 and whole rows."""
+
+
+def tile_columns(kind: Kind) -> int:
+    """Columns of a tile."""
+    return 128 if kind == "int4" else 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [rows, columns] = (value - zero) · scale; rows of padding and columns of padding hold nothing that is ever added.
+
+    words int32[N / 64, K / tile, 1024]; scales float32[G, N], G groups of `group` columns, or G = 1 and group 0 for whole rows;
+    zeros float32[G, N] of the stored (biased) values, or None where every zero is BIAS[kind].
+    """
+
+    kind: Kind
+    rows: int
+    columns: int
+    group: int
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+
+def usable_group(group: int, columns: int) -> bool:
+    """Whether columns may share scales this way."""
+    return group in (0, *GROUPS) or group == columns or (group % 128 == 0 and group > 0)
+
+
+def pack(kind: Kind, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> PackedWeight:
+    """values uint8[N, K] as stored (int4: 0..15, int8: value + 128, fp8: e4m3 bits); scales, zeros [N, G] in any float or int type.
+
+    Raises ValueError for a group that the kernels do not know.
+    """
+    rows, columns = values.shape
+    if not usable_group(group, columns):
+        raise ValueError(f"group must be 32, 64, a multiple of 128 or the whole row, got {group} of {columns} columns")
+    if group in (0, columns):
+        group = 0
+    elif group > 128:  # the kernels step over 128 columns at most
+        scales = scales.repeat_interleave(group // 128, 1)[:, : -(-columns // 128)]
+        zeros = None if zeros is None else zeros.repeat_interleave(group // 128, 1)[:, : -(-columns // 128)]
+        group = 128
+    padded_rows, width = -(-rows // TILE_ROWS) * TILE_ROWS, tile_columns(kind)
+    padded_columns = -(-columns // 128) * 128
+    groups = padded_columns // group if group else 1
+    words = _words(kind, _padded(values, padded_rows, padded_columns), width)
+    return PackedWeight(
+        kind, rows, columns, group, words, _padded(scales.float(), padded_rows, groups).t().contiguous(),
+        None if zeros is None else _padded(zeros.float(), padded_rows, groups).t().contiguous(),
+    )  # fmt: skip
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _words(kind: Kind, values: Tensor, width: int) -> Tensor:
+    rows, columns = values.shape
+    per_word = width // 16
+    bits = 32 // per_word
+    lanes = values.view(rows // TILE_ROWS, TILE_ROWS, columns // width, per_word, 16)
+    words = torch.zeros(lanes.shape[:3] + (16,), dtype=torch.int32, device=values.device)
+    for j in range(per_word):
+        words |= lanes[:, :, :, j].to(torch.int32) << (bits * j)
+    # rows as (warp, half, lane / 4), words as (half, lane % 4, pair)
+    words = words.view(rows // TILE_ROWS, 4, 2, 8, columns // width, 2, 4, 2)
+    return words.permute(0, 4, 2, 1, 3, 6, 5, 7).reshape(rows // TILE_ROWS, columns // width, TILE_WORDS).contiguous()
+
+
+def unpack(weight: PackedWeight) -> Tensor:
+    """The stored values uint8[N, K] again, padding left out."""
+    width = tile_columns(weight.kind)
+    row_tiles, column_tiles, _ = weight.words.shape
+    words = weight.words.view(row_tiles, column_tiles, 2, 4, 8, 4, 2, 2).permute(0, 3, 2, 4, 1, 6, 5, 7)
+    words = words.reshape(row_tiles * TILE_ROWS, column_tiles, 1, 16)
+    bits = 512 // width
+    shifts = torch.arange(width // 16, device=words.device, dtype=torch.int32).view(1, 1, -1, 1) * bits
+    values = (words >> shifts) & ((1 << bits) - 1)
+    return values.reshape(row_tiles * TILE_ROWS, -1)[: weight.rows, : weight.columns].to(torch.uint8)
+
+
+def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """[rows, columns] in dtype; arithmetic in float32, or in float64 for float64."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    stored = unpack(weight)
+    values = stored.view(torch.float8_e4m3fn).to(wide) if weight.kind == "fp8" else stored.to(wide)
+    spread = lambda x: x.to(wide).t().repeat_interleave(weight.group or values.shape[1], 1)[: weight.rows, : weight.columns]
+    zeros = BIAS[weight.kind] if weight.zeros is None else spread(weight.zeros)
+    return ((values - zeros) * spread(weight.scales)).to(dtype)
+
+
+def quantize_int4(weight: Tensor, group: int, symmetric: bool = True, kind: Kind = "int4") -> PackedWeight:
+    """Round to nearest: scales from each group's largest value, or from its range where zeros may move."""
+    return pack(kind, *round_to_nearest(weight, group, symmetric, 4 if kind == "int4" else 8), group)
+
+
+def grouped(weight: Tensor, group: int) -> Tensor:
+    """weight [N, K] as float32 [N, G, group], the last group filled up with zeros."""
+    size = group or weight.shape[1]
+    return _padded(weight.float(), weight.shape[0], -(-weight.shape[1] // size) * size).view(weight.shape[0], -1, size)
+
+
+def round_to_nearest(weight: Tensor, group: int, symmetric: bool, bits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Stored values uint8[N, K], scales float32[N, G], and zeros float32[N, G] unless symmetric."""
+    top = (1 << bits) - 1
+    parts = grouped(weight, group)
+    if symmetric:
+        scales = (parts.abs().amax(-1) * (2.0 / top)).clamp_(min=1e-10)
+        zeros = torch.full_like(scales, (top + 1) / 2)
+    else:
+        low, high = parts.amin(-1).clamp_(max=0.0), parts.amax(-1).clamp_(min=0.0)
+        scales = ((high - low) / top).clamp_(min=1e-10)
+        zeros = torch.round(-low / scales).clamp_(0, top)
+    values = torch.round(parts / scales.unsqueeze(-1)).add_(zeros.unsqueeze(-1)).clamp_(0, top).to(torch.uint8)
+    return values.flatten(1)[:, : weight.shape[1]].contiguous(), scales, None if symmetric else zeros
