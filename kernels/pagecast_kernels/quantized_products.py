@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.quantized_weights import TILE_ROWS, PackedWeight, tile_columns
+from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
 
 INTERPRETED = triton.knobs.runtime.interpret
 MAX_ROWS = 256
@@ -158,11 +158,32 @@ def _x_tile(x_ptr, m, M, column, K, x_stride, WIDTH: tl.constexpr, EVEN: tl.cons
 
 
 @triton.jit
-def finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS: tl.constexpr, BIAS: tl.constexpr):
+def _write(acc, out_ptr, bias_ptr, row, m, N, M, BIAS: tl.constexpr, GATED: tl.constexpr):
+    """out[m, row] = acc[row, m] + bias[row]; GATED: of rows paired eight by eight, silu(gate) · up."""
+    if GATED:
+        HALF: tl.constexpr = acc.shape[0] // 2
+        if BIAS:
+            acc += tl.load(bias_ptr + row, row < N, 0.0).to(tl.float32)[:, None]
+        gate, up = tl.split(acc.reshape(HALF // 8, 2, 8, acc.shape[1]).permute(0, 2, 3, 1))
+        y = (gate / (1.0 + tl.exp(-gate)) * up).reshape(HALF, acc.shape[1])
+        place = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        inside = (place < N // 2)[:, None] & (m < M)[None, :]
+        tl.store(out_ptr + m[None, :].to(tl.int64) * (N // 2) + place[:, None], y.to(out_ptr.dtype.element_ty), inside)
+    else:
+        inside = (row < N)[:, None] & (m < M)[None, :]
+        if BIAS:
+            acc += tl.load(bias_ptr + row, row < N, 0.0).to(tl.float32)[:, None]
+        tl.store(out_ptr + m[None, :].to(tl.int64) * N + row[:, None], acc.to(out_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def finish_split(
+    acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr
+):
     """Write out[m, row] = acc[row, m] (+ bias), where SPLITS programs hold a part each: the last to arrive adds all, in order."""
-    inside = (row < N)[:, None] & (m < M)[None, :]
     if SPLITS > 1:
         SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+        inside = (row < N)[:, None] & (m < M)[None, :]
         r, c = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         own = parts_ptr + place.to(tl.int64) * (SPLITS * SIZE) + c[None, :] * acc.shape[0] + r[:, None]
@@ -173,21 +194,18 @@ def finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, S
             total = tl.zeros(acc.shape, tl.float32)
             for split in tl.static_range(SPLITS):
                 total += tl.load(own + split * SIZE, inside, 0.0, cache_modifier=".cg")
-            if BIAS:
-                total += tl.load(bias_ptr + row, row < N, 0.0).to(tl.float32)[:, None]
-            tl.store(out_ptr + m[None, :].to(tl.int64) * N + row[:, None], total.to(out_ptr.dtype.element_ty), inside)
+            _write(total, out_ptr, bias_ptr, row, m, N, M, BIAS, GATED)
             tl.store(counter_ptr + place, 0)
     else:
-        if BIAS:
-            acc += tl.load(bias_ptr + row, row < N, 0.0).to(tl.float32)[:, None]
-        tl.store(out_ptr + m[None, :].to(tl.int64) * N + row[:, None], acc.to(out_ptr.dtype.element_ty), inside)
+        _write(acc, out_ptr, bias_ptr, row, m, N, M, BIAS, GATED)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _packed_product(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, parts_ptr, counter_ptr, M, N, K, x_stride, scale_stride, column_tiles,
-    BITS: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BF16: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    BF16: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 512 // BITS
     PART: tl.constexpr = WIDTH if GROUP == 0 or GROUP > WIDTH else GROUP
@@ -236,7 +254,7 @@ def _packed_product(
                 acc = tl.dot(w, x, acc)
     if not GROUP:
         acc *= tl.load(scales_ptr + row)[:, None]
-    finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS)
+    finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS, GATED)
 
 
 def packed_config(rows: int, row_tiles: int, column_tiles: int, device: torch.device | str) -> ProductConfig:
@@ -250,30 +268,35 @@ def packed_config(rows: int, row_tiles: int, column_tiles: int, device: torch.de
 
 
 def packed_product(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, workspace: SplitWorkspace | None = None, out: Tensor | None = None,
-    config: ProductConfig | None = None,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, gated: bool = False, workspace: SplitWorkspace | None = None,
+    out: Tensor | None = None, config: ProductConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """See reference_quantized.packed_product. x bfloat16 or float16 [M, K], contiguous last axis; any group that `pack` lets through."""
+    """See reference_quantized.packed_product. x bfloat16 or float16 [M, K], contiguous last axis. bias is in the order of the tiles.
+
+    Without a workspace one is allocated by a call that needs it. config overrides the launch table.
+    """
+    if gated != weight.paired:
+        raise ValueError(f"gated must be {weight.paired} as the weight is packed, got {gated}")
     rows, columns = x.shape
-    out = torch.empty((rows, weight.rows), dtype=x.dtype, device=x.device) if out is None else out
+    width = weight.rows // 2 if gated else weight.rows
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device) if out is None else out
     if not rows:
         return out
     row_tiles, column_tiles, _ = weight.words.shape
     config = packed_config(rows, row_tiles, column_tiles, x.device) if config is None else config
-    grid = (triton.cdiv(row_tiles, config.tiles), triton.cdiv(rows, config.rows), config.splits)
-    workspace = split_workspace(x.device) if workspace is None and config.splits > 1 else workspace
-    parts = None if workspace is None else workspace.parts
-    counters = None if workspace is None else workspace.counters
-    if workspace is not None and config.splits > 1:
-        workspace.check(grid, config.rows * config.tiles * TILE_ROWS)
     if row_tiles % config.tiles:
         raise ValueError(f"tiles must divide {row_tiles}, got {config.tiles}")
+    grid = (row_tiles // config.tiles, triton.cdiv(rows, config.rows), config.splits)
+    if config.splits > 1:
+        workspace = split_workspace(x.device) if workspace is None else workspace
+        workspace.check(grid, config.rows * config.tiles * TILE_ROWS)
+    parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
     _packed_product[grid](
         x, weight.words, weight.scales, weight.zeros, bias, out, parts, counters, rows, weight.rows, columns, x.stride(0),
         weight.scales.stride(0), column_tiles,
-        4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, bias is not None,
-        x.dtype == torch.bfloat16, columns == column_tiles * tile_columns(weight.kind), not INTERPRETED, config.rows, config.tiles, config.splits,
-        config.stages, num_warps=4,
+        4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, bias is not None, gated,
+        x.dtype == torch.bfloat16, columns == column_tiles * tile_columns(weight.kind), not INTERPRETED,
+        config.rows, config.tiles, config.splits, config.stages, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -281,7 +304,7 @@ def packed_product(
 @triton.jit
 def _unpack_tiles(
     words_ptr, scales_ptr, zeros_ptr, out_ptr, N, K, scale_stride, column_tiles,
-    BITS: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    BITS: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ZERO: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the weight, de-quantized."""
     WIDTH: tl.constexpr = 512 // BITS
@@ -289,6 +312,9 @@ def _unpack_tiles(
     p = tl.load(words_ptr + tile * 1024 + tl.arange(0, 1024))
     p = p.reshape(2, 4, 8, 4, 2, 2).permute(1, 0, 2, 4, 3, 5).reshape(64, 16)
     row = tl.program_id(0) * 64 + tl.arange(0, 64)
+    place = row
+    if PAIRED:
+        place = row // 16 * 8 + row % 8 + row % 16 // 8 * (N // 2)
     for j in tl.static_range(32 // BITS):
         q = p >> (BITS * j) & (15 if BITS == 4 else 255)
         column = tl.program_id(1) * WIDTH + j * 16
@@ -298,19 +324,19 @@ def _unpack_tiles(
         elif ZEROS:
             value = q.to(tl.float32) - tl.load(zeros_ptr + at)[:, None]
         else:
-            value = q.to(tl.float32) - BIAS
+            value = q.to(tl.float32) - ZERO
         value *= tl.load(scales_ptr + at)[:, None]
         k = column + tl.arange(0, 16)
         inside = (row < N)[:, None] & (k < K)[None, :]
-        tl.store(out_ptr + row[:, None].to(tl.int64) * K + k[None, :], value.to(out_ptr.dtype.element_ty), inside)
+        tl.store(out_ptr + place[:, None].to(tl.int64) * K + k[None, :], value.to(out_ptr.dtype.element_ty), inside)
 
 
 def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
     """De-quantize into out [rows, columns], contiguous. See quantized_weights.dequantized."""
     row_tiles, column_tiles, _ = weight.words.shape
-    bias = {"int4": 8.0, "int8": 128.0, "fp8": 0.0}[weight.kind]
     _unpack_tiles[(row_tiles, column_tiles)](
         weight.words, weight.scales, weight.zeros, out, weight.rows, weight.columns, weight.scales.stride(0), column_tiles,
-        4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, bias, num_warps=4,
+        4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, float(BIAS[weight.kind]),
+        weight.paired, num_warps=4,
     )  # fmt: skip
     return out

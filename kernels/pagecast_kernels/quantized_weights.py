@@ -30,7 +30,8 @@ def tile_columns(kind: Kind) -> int:
 class PackedWeight:
     """A weight [rows, columns] = (value - zero) · scale; rows of padding and columns of padding hold nothing that is ever added.
 
-    words int32[N / 64, K / tile, 1024]; scales float32[G, N], G groups of `group` columns, or G = 1 and group 0 for whole rows;
+    paired: rows are gate rows and then as many up rows, and lie in tiles as eight of each in turn, so that one thread holds both
+    of a pair. words int32[N / 64, K / tile, 1024]; scales float32[G, N], G groups of `group` columns, or G = 1 and group 0 for whole rows;
     zeros float32[G, N] of the stored (biased) values, or None where every zero is BIAS[kind].
     """
 
@@ -41,6 +42,7 @@ class PackedWeight:
     words: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    paired: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +55,23 @@ def usable_group(group: int, columns: int) -> bool:
     return group in (0, *GROUPS) or group == columns or (group % 128 == 0 and group > 0)
 
 
-def pack(kind: Kind, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> PackedWeight:
+def paired_order(rows: int) -> Tensor:
+    """int64[rows]: the row, among gate rows followed by up rows, that lies at each place of the tiles of a paired weight."""
+    return torch.arange(rows).view(2, rows // 16, 8).transpose(0, 1).flatten()
+
+
+def pack(kind: Kind, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int, paired: bool = False) -> PackedWeight:
     """values uint8[N, K] as stored (int4: 0..15, int8: value + 128, fp8: e4m3 bits); scales, zeros [N, G] in any float or int type.
 
-    Raises ValueError for a group that the kernels do not know.
+    Raises ValueError for a group that the kernels do not know, and for paired rows whose halves are not multiples of 8.
     """
     rows, columns = values.shape
+    if paired:
+        if rows % 16:
+            raise ValueError(f"paired rows must be a multiple of 16, got {rows}")
+        order = paired_order(rows).to(values.device)
+        values, scales = values[order], scales[order]
+        zeros = None if zeros is None else zeros[order]
     if not usable_group(group, columns):
         raise ValueError(f"group must be 32, 64, a multiple of 128 or the whole row, got {group} of {columns} columns")
     if group in (0, columns):
@@ -73,7 +86,7 @@ def pack(kind: Kind, values: Tensor, scales: Tensor, zeros: Tensor | None, group
     words = _words(kind, _padded(values, padded_rows, padded_columns), width)
     return PackedWeight(
         kind, rows, columns, group, words, _padded(scales.float(), padded_rows, groups).t().contiguous(),
-        None if zeros is None else _padded(zeros.float(), padded_rows, groups).t().contiguous(),
+        None if zeros is None else _padded(zeros.float(), padded_rows, groups).t().contiguous(), paired,
     )  # fmt: skip
 
 
@@ -95,7 +108,7 @@ def _words(kind: Kind, values: Tensor, width: int) -> Tensor:
 
 
 def unpack(weight: PackedWeight) -> Tensor:
-    """The stored values uint8[N, K] again, padding left out."""
+    """The stored values uint8[N, K] again, in the order of the tiles, padding left out."""
     width = tile_columns(weight.kind)
     row_tiles, column_tiles, _ = weight.words.shape
     words = weight.words.view(row_tiles, column_tiles, 2, 4, 8, 4, 2, 2).permute(0, 3, 2, 4, 1, 6, 5, 7)
@@ -113,12 +126,8 @@ def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     values = stored.view(torch.float8_e4m3fn).to(wide) if weight.kind == "fp8" else stored.to(wide)
     spread = lambda x: x.to(wide).t().repeat_interleave(weight.group or values.shape[1], 1)[: weight.rows, : weight.columns]
     zeros = BIAS[weight.kind] if weight.zeros is None else spread(weight.zeros)
-    return ((values - zeros) * spread(weight.scales)).to(dtype)
-
-
-def quantize_int4(weight: Tensor, group: int, symmetric: bool = True, kind: Kind = "int4") -> PackedWeight:
-    """Round to nearest: scales from each group's largest value, or from its range where zeros may move."""
-    return pack(kind, *round_to_nearest(weight, group, symmetric, 4 if kind == "int4" else 8), group)
+    value = ((values - zeros) * spread(weight.scales)).to(dtype)
+    return value[paired_order(weight.rows).argsort().to(value.device)] if weight.paired else value
 
 
 def grouped(weight: Tensor, group: int) -> Tensor:

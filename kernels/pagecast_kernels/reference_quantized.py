@@ -8,12 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagecast_kernels import reference
-from pagecast_kernels.quantized_weights import FP8_MAX, PackedWeight, dequantized
+from pagecast_kernels.quantized_weights import FP8_MAX, PackedWeight, dequantized, paired_order
 
 
-def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x[M, K] · ((values - zeros) · scales)[N, K]ᵀ + bias[N]. Returns [M, N] in x's dtype; the weight is rounded to it before."""
+def packed_product(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """x[M, K] · ((values - zeros) · scales)[N, K]ᵀ + bias[N]. Returns [M, N] in x's dtype; the weight is rounded to it before.
+
+    gated: silu_mul of that, for a weight whose rows are paired; its bias is in the order of the tiles.
+    """
+    if bias is not None and weight.paired:
+        bias = bias[paired_order(weight.rows).argsort()]
     y = F.linear(x, dequantized(weight, x.dtype), bias)
+    y = reference.silu_mul(y) if gated else y
     return y if out is None else out.copy_(y)
 
 

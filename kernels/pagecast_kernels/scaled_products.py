@@ -50,7 +50,7 @@ def _scaled_product(
         else:
             acc = tl.dot(w, x.trans(), acc, out_dtype=tl.int32)
     scale = tl.load(weight_scale_ptr + row, row < N, 0.0)[:, None] * tl.load(x_scale_ptr + m, m < M, 0.0)[None, :]
-    finish_split(acc.to(tl.float32) * scale, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS)
+    finish_split(acc.to(tl.float32) * scale, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS, False)
 
 
 def scaled_config(rows: int, columns: int, depth: int, device: torch.device | str) -> ProductConfig:
@@ -84,14 +84,14 @@ def scaled_product(
     if not rows:
         return out
     config = scaled_config(rows, columns, depth, x.device) if config is None else config
-    workspace = split_workspace(x.device) if workspace is None and config.splits > 1 else workspace
     own = 64 * config.tiles
     grid = (triton.cdiv(columns, own), triton.cdiv(rows, config.rows), config.splits)
-    if workspace is not None and config.splits > 1:
+    if config.splits > 1:
+        workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, own * config.rows)
+    parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
     _scaled_product[grid](
-        x, x_scale, weight, weight_scale, bias, out,
-        None if workspace is None else workspace.parts, None if workspace is None else workspace.counters, rows, columns, depth,
+        x, x_scale, weight, weight_scale, bias, out, parts, counters, rows, columns, depth,
         fp8, bias is not None, depth % 128 == 0, INTERPRETED, config.rows, own, 128, config.splits, config.stages,
         num_warps=8 if own * config.rows >= 16384 else 4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pagecast_kernels import quantized_weights as weights
 from pagecast_kernels import reference_quantized as twin
 
 
-def made(kind: weights.Kind, rows: int, columns: int, group: int, zeros: bool, seed: int) -> weights.PackedWeight:
+def made(kind: weights.Kind, rows: int, columns: int, group: int, zeros: bool, seed: int, paired: bool = False) -> weights.PackedWeight:
     """Random values in every place, also extreme ones, and scales that differ from group to group."""
     generator = torch.Generator().manual_seed(seed)
     top = 16 if kind == "int4" else 256
@@ -19,7 +19,7 @@ def made(kind: weights.Kind, rows: int, columns: int, group: int, zeros: bool, s
     groups = -(-columns // group) if group else 1
     scales = torch.rand(rows, groups, generator=generator) * 0.01 + 0.001
     zero = torch.randint(0, top + 1, (rows, groups), generator=generator) if zeros else None
-    return weights.pack(kind, values, scales, zero, group)
+    return weights.pack(kind, values, scales, zero, group, paired)
 
 
 SHAPES = [
@@ -45,6 +45,25 @@ def test_packed_product_equals_float64(kind: weights.Kind, rows: int, columns: i
         assert torch.linalg.norm(out.double() - want) / torch.linalg.norm(want) < 2e-3
     restored = products.unpack_weight(weight, torch.full((rows, columns), float("nan")))
     assert torch.equal(restored, weights.dequantized(weight, torch.float32))
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(128, 1), (96, 2), (48, 1)])
+def test_gated_product_equals_float64(rows: int, splits: int) -> None:
+    weight = made("int4", rows, 256, 128, True, rows, paired=True)
+    exact = weights.dequantized(weight, torch.float64)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2)).half()
+    bias = torch.randn(rows, generator=torch.Generator().manual_seed(3)).half()
+    gate, up = (x.double() @ exact.T + bias[weights.paired_order(rows).argsort()].double()).chunk(2, -1)
+    want = torch.nn.functional.silu(gate) * up
+    out = torch.full((3, rows // 2), float("nan"), dtype=torch.float16)
+    products.packed_product(x, weight, bias, gated=True, out=out, config=products.ProductConfig(16, 1, splits, 2))
+    assert torch.linalg.norm(out.double() - want) / torch.linalg.norm(want) < 2e-3
+    twins = twin.packed_product(x.double(), weight, bias.double(), gated=True)
+    assert torch.allclose(twins, want)
+    restored = products.unpack_weight(weight, torch.full((rows, 256), float("nan")))
+    assert torch.equal(restored, weights.dequantized(weight, torch.float32))
+    with pytest.raises(ValueError, match="gated must be True"):
+        products.packed_product(x, weight, bias)
 
 
 def test_pack_keeps_every_value() -> None:
