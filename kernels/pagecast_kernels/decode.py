@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
+from pagecast_kernels.decode_bytes import INTERPRETED, attend_bytes
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,10 @@ def _combine(
 @triton.jit(do_not_specialize=["batch"])
 def _paged_decode(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
-    batch, table_stride, scale, softcap,
+    batch, table_stride, scale, softcap, k_scale_ptr, v_scale_ptr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     # Tensor-core tiles have 16 rows or more; parts are combined in tiles of no more rows than there are.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -190,10 +191,18 @@ def _paged_decode(
             head_row = (sequence.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
             q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
             table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
-            top, total, values = _attend(
-                q, k_ptr, v_ptr, table, kv_head, length, _first_tile(length, WINDOW, TILE) + tile - head_begin, count, scale, softcap,
-                ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
-            )  # fmt: skip
+            first = _first_tile(length, WINDOW, TILE) + tile - head_begin
+            if SCALED:
+                top, total, values = attend_bytes(
+                    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale * tl.load(k_scale_ptr + kv_head), softcap,
+                    ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES, ASM,
+                )  # fmt: skip
+                values *= tl.load(v_scale_ptr + kv_head)
+            else:
+                top, total, values = _attend(
+                    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
+                    ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
+                )  # fmt: skip
             if count == own:
                 tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held)
             else:
@@ -229,6 +238,8 @@ def paged_decode(
     workspace: DecodeWorkspace | None = None,
     out: Tensor | None = None,
     config: configs.Decode | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_decode. q, caches and out are contiguous; at most 4,096 sequences.
 
@@ -245,10 +256,13 @@ def paged_decode(
     if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
         raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")
     factor, cap = configs.score_scale(scale, softcap)
+    if k_scale is not None:
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     _paged_decode[(config.programs,)](
         q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
-        batch, block_table.stride(0), factor, cap,
-        num_kv_heads, group, block_size, dim, window, softcap != 0.0, configs.lanes_for(batch),
+        batch, block_table.stride(0), factor, cap, k_scale, v_scale,
+        num_kv_heads, group, block_size, dim, window, softcap != 0.0, k_scale is not None, not INTERPRETED,
+        configs.lanes_for(batch),
         max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, config.warps,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip

@@ -37,6 +37,7 @@ def _steps(
         else:
             k = tl.load(k_ptr + run[:, None] + lane[None, :])
             v = tl.load(v_ptr + run[:, None] + lane[None, :])
+        k, v = k.to(q.dtype), v.to(q.dtype)  # from 8 bits, where the cache has them
         block = tl.load(table + (token + TILE) // BLOCK_SIZE, token + TILE < length, 0)
         scores = tl.dot(q, k.trans()) * scale
         if SOFTCAP:
@@ -79,9 +80,9 @@ def _find(starts_ptr, tile, sequences, origin, TOKENS: tl.constexpr, STEPS: tl.c
 @triton.jit(do_not_specialize=["sequences"])
 def _paged_prefill(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, starts_ptr, lens_ptr, out_ptr,
-    sequences, table_stride, scale, softcap,
+    sequences, table_stride, scale, softcap, k_scale_ptr, v_scale_ptr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -101,6 +102,9 @@ def _paged_prefill(
     source = ((begin + query).to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * DIM) + row % GROUP * DIM
     q = tl.load(q_ptr + source[:, None] + lane[None, :], held, 0.0)
     table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+    if SCALED:
+        q = q.to(tl.float16)
+        scale *= tl.load(k_scale_ptr + kv_head)
 
     # Every row sees the tokens up to its position: tiles wholly at or before the first row's need no causal mask.
     position = context + query
@@ -130,6 +134,8 @@ def _paged_prefill(
         q, k_ptr, v_ptr, table, kv_head, position, length, plain_stop, stop, top, total, values, scale, softcap,
         NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES, True,
     )  # fmt: skip
+    if SCALED:
+        values *= tl.load(v_scale_ptr + kv_head)
     tl.store(out_ptr + source[:, None] + lane[None, :], values / total[:, None], held)
 
 
@@ -148,6 +154,8 @@ def paged_prefill(
     softcap: float = 0.0,
     out: Tensor | None = None,
     config: configs.Prefill | configs.HopperPrefill | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_prefill. q, caches and out are contiguous. config overrides the launch table.
 
@@ -175,7 +183,8 @@ def paged_prefill(
     bisections = configs.log2_ceil(configs.lanes_for(sequences)) + 1
     _paged_prefill[(tiles * num_kv_heads,)](
         q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, out, sequences, block_table.stride(0), factor, cap,
-        num_kv_heads, group, block_size, dim, window, softcap != 0.0, max(config.rows, triton.next_power_of_2(group)), per_tile,
+        k_scale, v_scale, num_kv_heads, group, block_size, dim, window, softcap != 0.0, k_scale is not None,
+        max(config.rows, triton.next_power_of_2(group)), per_tile,
         triton.next_power_of_2(dim), config.tile, config.stages, bisections, num_warps=config.warps,
     )  # fmt: skip
     return out

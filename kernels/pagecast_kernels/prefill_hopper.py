@@ -225,7 +225,7 @@ def _paged_prefill_hopper(
 def suits(q: Tensor, k_cache: Tensor, window: int, softcap: float) -> bool:
     """Whether this kernel can take the case: Hopper, head size 128, 16-bit, no window or soft-cap, groups and blocks that fit."""
     heads, size, dim = k_cache.shape[1:]
-    fits = dim == 128 and q.element_size() == 2 and q.shape[1] // heads <= 64 and 8 <= size <= 128
+    fits = dim == 128 and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 64 and 8 <= size <= 128
     return fits and not window and not softcap and configs.is_hopper(q.device)
 
 

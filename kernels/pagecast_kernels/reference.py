@@ -21,6 +21,26 @@ def _accurate(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _raw(cache: Tensor) -> Tensor:
+    """The cache as torch can index it: bytes where values have 8 bits."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
+def _fit(value: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:
+    """value[T, Hkv, D] as the cache stores it: with scales float32[Hkv] divided by them and kept in the range of e4m3."""
+    if scale is not None:
+        value = (value / scale.to(value.dtype).view(-1, 1)).clamp(-448.0, 448.0)
+    return _raw(value.to(cache.dtype))
+
+
+def _scaled(tokens: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
+    """Gathered tokens [.., Hkv, S, D] in the type that q's arithmetic is done in; 8-bit ones times their heads' scales."""
+    if scale is None:
+        return _accurate(tokens)
+    wide = tokens.to(torch.promote_types(q.dtype, torch.float32))
+    return wide * scale.to(wide.dtype).view(-1, 1, 1)
+
+
 def _give(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     """value rounded to dtype; written into out where the caller gave one."""
     return value.to(dtype) if out is None else out.copy_(value)
@@ -120,11 +140,14 @@ def rope_and_write_kv(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     out_q: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Normalise each head of q and k where weights [D] are given, rotate both, write k and v to their slots. Returns q[T, Hq, D].
 
     qkv[T, (Hq + 2·Hkv)·D]; cos_sin[max_pos, D] float32, cosines in the first half and sines in the second; positions int32[T];
-    slot_mapping int64[T] is block · block_size + offset, and a negative slot writes nothing.
+    slot_mapping int64[T] is block · block_size + offset, and a negative slot writes nothing. Caches of float8_e4m3fn hold k and v
+    divided by k_scale and v_scale, float32[Hkv].
     """
     heads = _accurate(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
@@ -138,14 +161,14 @@ def rope_and_write_kv(
         tokens = tokens[slots >= 0]
         slots = slots[tokens]
     block, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    k_cache[block, :, offset] = _rotate(k, cos, sin)[tokens].to(k_cache.dtype)
-    v_cache[block, :, offset] = v[tokens].to(v_cache.dtype)
+    _raw(k_cache)[block, :, offset] = _fit(_rotate(k, cos, sin)[tokens], k_scale, k_cache)
+    _raw(v_cache)[block, :, offset] = _fit(v[tokens], v_scale, v_cache)
     return _give(_rotate(q, cos, sin), out_q, qkv.dtype)
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy whole blocks src[i] to dst[i] (int[n]) in one layer's caches. No block may be both source and destination, unless of itself."""
-    for cache in (k_cache, v_cache):
+    for cache in (_raw(k_cache), _raw(v_cache)):
         cache[dst.long()] = cache[src.long()]
 
 
@@ -156,7 +179,7 @@ def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
     """The tokens of blocks int[n, m] of a cache, in order: [n, Hkv, m·block_size, D], a copy."""
     n, m = blocks.shape
     _, heads, size, dim = cache.shape
-    return cache[blocks].transpose(1, 2).reshape(n, heads, m * size, dim)
+    return _raw(cache)[blocks].transpose(1, 2).reshape(n, heads, m * size, dim).view(cache.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
@@ -185,6 +208,8 @@ def paged_decode(
     softcap: float = 0.0,
     workspace: object = None,
     out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """One query token per sequence against its paged KV. Returns [B, Hq, D].
 
@@ -203,8 +228,8 @@ def paged_decode(
     table = block_table[rows.long(), :blocks].long().where(used, 0)
     hidden = ~seen[:, None, :, None]
     # Slots past the end may hold anything, NaN included, and 0 · NaN is NaN.
-    k = _accurate(_gather(k_cache, table)).masked_fill_(hidden, 0.0)
-    v = _accurate(_gather(v_cache, table)).masked_fill_(hidden, 0.0)
+    k = _scaled(_gather(k_cache, table), k_scale, q).masked_fill_(hidden, 0.0)
+    v = _scaled(_gather(v_cache, table), v_scale, q).masked_fill_(hidden, 0.0)
     grouped = _accurate(q).view(batch, num_kv_heads, num_heads // num_kv_heads, dim)
     result = _attend(grouped, k, v, seen[:, None, None, :], scale, softcap)
     return _give(result.reshape(batch, num_heads, dim), out, q.dtype)
@@ -224,6 +249,8 @@ def paged_prefill(
     window: int = 0,
     softcap: float = 0.0,
     out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """A chunk of query tokens per sequence against its paged KV, causally. Returns [T, Hq, D].
 
@@ -240,7 +267,10 @@ def paged_prefill(
         if begin == end:
             continue
         blocks = block_table[row[n], : -(-seq_len // k_cache.shape[2])].long().unsqueeze(0)
-        k, v = (_accurate(_gather(cache, blocks)[0, :, :seq_len]).repeat_interleave(group, 0) for cache in (k_cache, v_cache))
+        k, v = (
+            _scaled(_gather(cache, blocks)[0, :, :seq_len], scales, q).repeat_interleave(group, 0)
+            for cache, scales in ((k_cache, k_scale), (v_cache, v_scale))
+        )
         query = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
         token = torch.arange(seq_len, device=q.device)
         seen = token <= query

@@ -22,6 +22,12 @@ def _scale_heads(first, second, weight_ptr, lane, inside, eps, HALF: tl.constexp
 
 
 @triton.jit
+def _fitting(x):
+    """x within the range of e4m3, which has no infinity."""
+    return tl.minimum(tl.maximum(x, -448.0), 448.0)
+
+
+@triton.jit
 def _rope_and_write_kv(
     qkv_ptr,
     cos_sin_ptr,
@@ -31,11 +37,14 @@ def _rope_and_write_kv(
     v_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     q_ptr,
     qkv_stride,
     eps,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -47,7 +56,8 @@ def _rope_and_write_kv(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, LANES)
     inside = lane < HALF
-    held = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
+    held_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
+    held = held_head & inside[None, :]
     source = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + lane[None, :]
     first_raw = tl.load(source, held, 0.0)
     second_raw = tl.load(source + HALF, held, 0.0)
@@ -76,10 +86,17 @@ def _rope_and_write_kv(
     run = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
     target = run * (2 * HALF) + lane[None, :]
     written = held & (slot >= 0)
-    tl.store(k_ptr + target, first, written & ~is_q & ~is_v)
-    tl.store(k_ptr + target + HALF, second, written & ~is_q & ~is_v)
-    tl.store(v_ptr + target, first_raw.to(v_ptr.dtype.element_ty), written & is_v)
-    tl.store(v_ptr + target + HALF, second_raw.to(v_ptr.dtype.element_ty), written & is_v)
+    if SCALED:
+        is_k = held_head & ~is_q & ~is_v
+        scale = tl.load(k_scale_ptr + kv_head, is_k, 1.0) * tl.load(v_scale_ptr + kv_head, held_head & is_v, 1.0)
+        first, second = _fitting(first / scale), _fitting(second / scale)
+        first_v, second_v = _fitting(first_raw.to(tl.float32) / scale), _fitting(second_raw.to(tl.float32) / scale)
+    else:
+        first_v, second_v = first_raw, second_raw
+    tl.store(k_ptr + target, first.to(k_ptr.dtype.element_ty), written & ~is_q & ~is_v)
+    tl.store(k_ptr + target + HALF, second.to(k_ptr.dtype.element_ty), written & ~is_q & ~is_v)
+    tl.store(v_ptr + target, first_v.to(v_ptr.dtype.element_ty), written & is_v)
+    tl.store(v_ptr + target + HALF, second_v.to(v_ptr.dtype.element_ty), written & is_v)
 
 
 def rope_and_write_kv(
@@ -96,14 +113,16 @@ def rope_and_write_kv(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     out_q: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See reference.rope_and_write_kv. Rows of qkv may be strided; cos_sin, caches and out_q are contiguous."""
     tokens, half = qkv.shape[0], head_dim // 2
     out_q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device) if out_q is None else out_q
     if tokens:
         _rope_and_write_kv[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
-            qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, out_q, qkv.stride(0), eps,
-            q_norm is not None, k_norm is not None, num_heads, num_kv_heads, k_cache.shape[2],
+            qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, k_scale, v_scale, out_q, qkv.stride(0), eps,
+            q_norm is not None, k_norm is not None, k_scale is not None, num_heads, num_kv_heads, k_cache.shape[2],
             half, triton.next_power_of_2(half), _HEADS, num_warps=1 if half <= 64 else 2,
         )  # fmt: skip
     return out_q

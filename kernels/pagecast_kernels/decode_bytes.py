@@ -1,0 +1,80 @@
+"""Attention of decode over tiles of a cache of e4m3, read as 16-bit words of two neighbouring lanes.
+
+Tensor cores take operands of 16 bits from shared memory in one instruction for eight rows, but bytes one by one. So words are what
+travels, and each register of two words becomes two of float16, one of even lanes and one of odd lanes; both halves of a head have
+products of their own. float16 and not bfloat16, because one instruction converts two values to it, and e4m3 fits into it exactly.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = triton.knobs.runtime.interpret
+_SPLIT = tl.constexpr("""{
+.reg .b32 t;
+.reg .b16 l, h;
+prmt.b32 t, $2, $2, 0x0020;
+mov.b32 {l, h}, t;
+cvt.rn.f16x2.e4m3x2 $0, l;
+prmt.b32 t, $2, $2, 0x0031;
+mov.b32 {l, h}, t;
+cvt.rn.f16x2.e4m3x2 $1, l;
+}""")
+
+
+@triton.jit
+def _lanes(words, ASM: tl.constexpr):
+    """The even and the odd lanes, float16, of int16 words."""
+    if ASM:
+        return tl.inline_asm_elementwise(_SPLIT, "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        even, odd = (words & 255).to(tl.uint8), (words >> 8 & 255).to(tl.uint8)
+        return even.to(tl.float8e4nv, bitcast=True).to(tl.float16), odd.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def attend_bytes(
+    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
+    ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """See decode._attend. k_ptr, v_ptr: int16 words of two values; scale holds K's, the values lack V's."""
+    HALF: tl.constexpr = LANES // 2
+    WORDS: tl.constexpr = DIM // 2
+    q_even, q_odd = tl.split(q.to(tl.float16).reshape(ROWS, HALF, 2))
+    lane = tl.arange(0, HALF)
+    offset = tl.arange(0, TILE)
+    head = kv_head * (BLOCK_SIZE * WORDS)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    even = tl.zeros((ROWS, HALF), tl.float32)
+    odd = tl.zeros((ROWS, HALF), tl.float32)
+    token = first * TILE + offset
+    block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+    for _ in tl.range(0, count, num_stages=STAGES):
+        run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * WORDS) + head + token % BLOCK_SIZE * WORDS
+        here = token < length
+        if WORDS == HALF:
+            inside = here[:, None]
+        else:
+            inside = here[:, None] & (lane < WORDS)[None, :]
+        k_words = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0)
+        v_words = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0)
+        if WINDOW > 0:
+            here = here & (token >= length - WINDOW)
+        # The next tile's block ids are loaded a tile ahead, so that the addresses of K and V wait for no load.
+        token += TILE
+        block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+        k_even, k_odd = _lanes(k_words.trans(), ASM)
+        scores = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = tl.where(here[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        v_even, v_odd = _lanes(v_words, ASM)
+        even = tl.dot(weights.to(tl.float16), v_even, even * decay[:, None])
+        odd = tl.dot(weights.to(tl.float16), v_odd, odd * decay[:, None])
+        top = new_top
+    return top, total, tl.join(even, odd).reshape(ROWS, LANES)
