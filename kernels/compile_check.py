@@ -97,6 +97,60 @@ def hopper_variants() -> Iterator[Variant]:
         yield f"paged_prefill hopper g{8 // kv_heads} page{size}", lambda args=args: prefill_hopper.launch(*args)
 
 
+def quantized_variants() -> Iterator[Variant]:
+    """Products of packed words and of 8-bit operands, and what makes 8-bit activations."""
+    from pagecast_kernels import quantized_products, quantized_rows, scaled_products
+    from pagecast_kernels.quantized_weights import PackedWeight, tile_columns
+
+    x = torch.zeros((64, 4096), dtype=torch.bfloat16)
+    cases: list[tuple[Any, int, bool, bool, int]] = [
+        ("int4", 128, False, False, 1), ("int4", 128, False, True, 1), ("int4", 128, True, False, 64), ("int4", 64, True, False, 1),
+        ("int4", 32, False, False, 20), ("int4", 0, False, False, 1), ("int8", 128, True, False, 1), ("int8", 0, False, False, 64),
+        ("int8", 32, False, False, 1), ("fp8", 128, False, False, 1), ("fp8", 0, False, True, 1),
+    ]  # fmt: skip
+    for kind, group, zeros, paired, rows in cases:
+        groups = 4096 // group if group else 1
+        zero = torch.zeros(groups, 256) if zeros else None
+        words = _ints(4, 4096 // tile_columns(kind), 1024)
+        weight = PackedWeight(kind, 256, 4096, group, words, torch.zeros(groups, 256), zero, paired)
+        for dtype in (torch.bfloat16, torch.float16):
+            name = f"packed_product {kind} g{group}{' zeros' * zeros}{' gated' * paired} m{rows} {str(dtype)[6:]}"
+            yield name, lambda w=weight, r=rows, d=dtype, p=paired: quantized_products.packed_product(x[:r].to(d), w, gated=p)
+        out = torch.zeros((256, 4096), dtype=torch.bfloat16)
+        yield f"unpack_weight {kind} g{group}", lambda w=weight, out=out: quantized_products.unpack_weight(w, out)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        row, scale = x.to(dtype), torch.zeros(64)
+        for rows in (1, 64):
+            args = (row[:rows], scale[:rows], torch.zeros((256, 4096)).to(dtype), torch.zeros(256))
+            yield f"scaled_product {str(dtype)[6:]} m{rows}", lambda a=args: scaled_products.scaled_product(*a, dtype=torch.bfloat16)
+        yield f"silu_mul_quantized {str(dtype)[6:]}", lambda d=dtype: quantized_rows.silu_mul_quantized(x, d)
+        yield (
+            f"add_rms_norm_quantized {str(dtype)[6:]}",
+            lambda d=dtype: quantized_rows.add_rms_norm_quantized(x, x.clone(), x[0], 1e-5, d),
+        )
+
+
+def byte_cache_variants() -> Iterator[Variant]:
+    """Everything that touches the cache, where it is of e4m3."""
+    for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 4, 96)):
+        cache, q = torch.zeros((4, kv_heads, 16, dim)).to(torch.float8_e4m3fn), torch.zeros((2, heads, dim), dtype=torch.bfloat16)
+        scales = {"k_scale": torch.ones(kv_heads), "v_scale": torch.ones(kv_heads)}
+        args = (q, cache, cache, _ints(2, 64), _ints(2))
+        yield f"paged_decode h{dim} e4m3", lambda a=args, s=scales: decode.paged_decode(*a, _ints(2), 0.1, **s)
+        yield (
+            f"paged_prefill h{dim} e4m3",
+            lambda a=args, s=scales: prefill.paged_prefill(*a, _ints(3), _ints(2), 0.1, max_query_len=64, **s),
+        )
+        qkv, slots = torch.zeros((2, (heads + 2 * kv_heads) * dim), dtype=torch.bfloat16), _ints(2, dtype=torch.int64)
+        shape = (heads, kv_heads, dim)
+        yield (
+            f"rope_and_write_kv h{dim} e4m3",
+            lambda q=qkv, c=cache, s=slots, n=shape, o=scales: rope.rope_and_write_kv(
+                q, torch.zeros(64, n[2]), _ints(2), s, c, c, *n, **o
+            ),
+        )  # fmt: skip
+
+
 def other_variants() -> Iterator[Variant]:
     x = torch.zeros((2, 4096), dtype=torch.bfloat16)
     yield "rms_norm", lambda: norms.rms_norm(x, x[0], 1e-5)
@@ -137,7 +191,7 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
-    for name, launch in [*attention_variants(), *hopper, *other_variants()]:
+    for name, launch in [*attention_variants(), *hopper, *byte_cache_variants(), *quantized_variants(), *other_variants()]:
         if args.only not in name:
             continue
         compiled.clear()
