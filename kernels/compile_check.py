@@ -19,7 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from pagecast_kernels import configs, decode, elementwise, gemv, logprobs, norms, prefill, rope, sampling, steps
+from pagecast_kernels import configs, decode, elementwise, experts, gemv, logprobs, norms, prefill, rope, sampling, steps
+from pagecast_kernels.routing import Routing
 
 Variant = tuple[str, Callable[[], object]]
 
@@ -183,6 +184,21 @@ def other_variants() -> Iterator[Variant]:
         yield f"top_logprobs {str(dtype)[6:]}", lambda logits=logits: logprobs.top_logprobs(logits, _ints(2), 5)
 
 
+def expert_variants() -> Iterator[Variant]:
+    """Qwen3-30B-A3B, Mixtral and DeepSeek-V3, from one token to a whole batch."""
+    for name, count, hidden, inner, routing in (
+        ("qwen3", 128, 2048, 768, Routing(8)),
+        ("mixtral", 8, 4096, 14336, Routing(2)),
+        ("deepseek", 256, 7168, 2048, Routing(8, sigmoid=True, scale=2.5, groups=8, chosen_groups=4, group_top=2)),
+    ):
+        for tokens in (1, 256, 4096):
+            x, logits = (torch.empty((tokens, size), dtype=torch.bfloat16, device="meta") for size in (hidden, count))
+            gate_up = torch.empty((count, 2 * inner, hidden), dtype=torch.bfloat16, device="meta")
+            down, bias = torch.empty((count, hidden, inner), dtype=torch.bfloat16, device="meta"), torch.empty(count, device="meta")
+            args = (x, logits, gate_up, down, routing)
+            yield f"mixture {name} {tokens}", lambda args=args, bias=bias: experts.mixture(*args, bias=bias if args[4].sigmoid else None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90)
@@ -191,7 +207,8 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
-    for name, launch in [*attention_variants(), *hopper, *byte_cache_variants(), *quantized_variants(), *other_variants()]:
+    every = [*attention_variants(), *hopper, *byte_cache_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
+    for name, launch in every:
         if args.only not in name:
             continue
         compiled.clear()
@@ -203,7 +220,7 @@ def main() -> int:
             continue
         for kernel in compiled:
             used = usage(kernel)
-            spilled = used["stack"] > 0 and "paged" in name
+            spilled = used["stack"] > 0 and ("paged" in name or "mixture" in name)
             bad += spilled
             figures = (f"{key} {value:<6}" for key, value in used.items())
             print(f"{name:48} {kernel.metadata.name:20}", *figures, "SPILLS" if spilled else "")

@@ -85,12 +85,17 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     rows = config.max_num_seqs
     attend = triton_ops.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
     draw = triton_ops.sample_workspace(rows, device)
+    experts = model.config.experts
+    choose = None if experts is None else triton_ops.experts_workspace(experts.count, device)
 
     def paged_decode(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.paged_decode(*args, workspace=attend, **kwargs)
 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.sample(*args, workspace=draw, **kwargs)
+
+    def mixture(*args: Any, **kwargs: Any) -> Tensor:
+        return triton_ops.mixture(*args, workspace=choose, **kwargs)
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
@@ -111,7 +116,8 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     )  # fmt: skip
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
-        linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul, paged_decode=paged_decode, sample=sample,
+        linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul, paged_decode=paged_decode,
+        sample=sample, mixture=mixture,
         one_row=one_row.suits(model), **one_row_ops,
     )
 

@@ -15,6 +15,7 @@ from pagecast_kernels.reference import (
     gelu_mul,
     keep_mask,
     linear,
+    mixture,
     paged_prefill,
     philox,
     silu_mul,
@@ -22,7 +23,7 @@ from pagecast_kernels.reference import (
 
 __all__ = [
     "add_rms_norm", "copy_blocks", "embedding", "finish_rows", "gather_rows", "gelu_mul", "linear", "linear_gelu_mul",
-    "linear_silu_mul", "paged_decode",
+    "linear_silu_mul", "mixture", "paged_decode",
     "paged_prefill", "rms_norm", "rope_and_write_kv", "sample", "silu_mul",
 ]
 

@@ -164,7 +164,7 @@ def launch_all(request: dict[str, Any]) -> None:
     for size in warm_sizes(config.max_num_seqs):
         prefill_step(worker, size, 1, 1)
         TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device))
-    for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.num_parameters()):
+    for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token()):
         TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
 
 

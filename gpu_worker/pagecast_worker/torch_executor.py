@@ -134,7 +134,7 @@ class TorchExecutor:
         """Graphs of decode steps and of mixed ones, over one memory pool: at most one of them runs at a time."""
         config, padding = self.config, self.state.padding
         pool = torch.cuda.graph_pool_handle()
-        sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, self.model.num_parameters())
+        sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, self.model.parameters_of_a_token())
         mixed = MixedGraphs(self._padded, sizes, padding, self.device)
         graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device)
         total = len(graphs.sizes) + len(sizes)

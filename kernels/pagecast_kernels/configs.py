@@ -44,6 +44,17 @@ class HopperPrefill:
     stages: int
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A grouped product. rows: pairs of a tile; columns: outputs of a program; depth: inputs a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
 @functools.cache
 def is_hopper(device: torch.device | str) -> bool:
     """Whether the device has Hopper's tensor copy engine and warpgroup products (compute capability 9.0)."""
@@ -80,6 +91,21 @@ def prefill(head_dim: int) -> Prefill:
     if head_dim > 128:
         return Prefill(rows=128, tile=32, warps=8, stages=2)
     return Prefill(rows=128, tile=64, warps=8, stages=3)
+
+
+def experts(pairs: int, count: int) -> tuple[Experts, Experts]:
+    """Launches of the two grouped products for that many (token, expert) pairs over `count` experts: few pairs an expert are a
+    matter of reading weights by many programs, many are one of tensor cores."""
+    each = pairs / count
+    if pairs <= 64:
+        return Experts(16, 32, 128, 4, 4), Experts(16, 32, 128, 4, 4)
+    if each <= 8:
+        return Experts(16, 64, 128, 4, 3), Experts(16, 128, 128, 4, 3)
+    if each <= 24:
+        return Experts(32, 64, 128, 4, 3), Experts(32, 128, 128, 4, 3)
+    if each <= 64:
+        return Experts(64, 64, 64, 4, 4), Experts(64, 128, 64, 4, 4)
+    return Experts(128, 64, 64, 8, 4), Experts(128, 128, 64, 8, 4)
 
 
 def score_scale(scale: float, softcap: float) -> tuple[float, float]:

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagecast_kernels.plain_experts import mixture as mixture
+from pagecast_kernels.plain_experts import route as route
+
 GREEDY_BELOW = 1e-5  # a temperature below this is 0
 _MASK32 = 0xFFFFFFFF
 

@@ -3,6 +3,7 @@ no launcher tunes, waits for the device, or allocates by value."""
 
 from pagecast_kernels.decode import DecodeWorkspace, decode_workspace, paged_decode
 from pagecast_kernels.elementwise import copy_blocks, embedding, gelu_mul, silu_mul
+from pagecast_kernels.experts import experts_workspace, mixture
 from pagecast_kernels.logprobs import top_logprobs
 from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
@@ -17,9 +18,11 @@ __all__ = [
     "copy_blocks",
     "decode_workspace",
     "embedding",
+    "experts_workspace",
     "finish_rows",
     "gather_rows",
     "gelu_mul",
+    "mixture",
     "paged_decode",
     "paged_prefill",
     "rms_norm",

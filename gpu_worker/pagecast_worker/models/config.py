@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from pagecast_kernels.routing import Routing
+
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 Activation = Literal["silu", "gelu_tanh"]
-Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,26 +32,19 @@ class RopeScaling:
 class ExpertsConfig:
     """A mixture of experts. Sizes count elements.
 
-    first: layers before it are dense, as are those in dense_layers; of the rest every step-th has experts. shared_size: intermediate
-    size of the experts that see every token, 0 without. groups, chosen_groups: experts are chosen only within the best groups (1:
-    anywhere); a group's score is the sum of its group_top best. bias: a correction per expert counts for the choice, not for weights.
-    renormalise: chosen weights are divided by their sum. scale: what they are multiplied by then.
+    size: an expert's intermediate size; shared_size: that of the experts which see every token together, 0 without. first: layers
+    before it are dense, as are those in dense_layers; of the rest every step-th has experts. bias: a correction per expert counts
+    for the choice.
     """
 
+    routing: Routing
     count: int
-    chosen: int
     size: int
+    shared_size: int = 0
     first: int = 0
     step: int = 1
     dense_layers: tuple[int, ...] = ()
-    shared_size: int = 0
-    scoring: Scoring = "softmax"
-    renormalise: bool = True
-    scale: float = 1.0
     bias: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
-    group_top: int = 1
 
     def in_layer(self, layer: int) -> bool:
         """Whether a layer has experts."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagecast_worker.layers.attention import Attention
 from pagecast_worker.layers.embedding import Embedding, Head
+from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.rotary import cos_sin_table
@@ -26,7 +27,7 @@ class Layer:
     attention_norm: Tensor
     attention: Attention
     feed_forward_norm: Tensor
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     post_attention_norm: Tensor | None = None
     post_feed_forward_norm: Tensor | None = None
 
@@ -82,11 +83,21 @@ class Decoder:
             attention.q_norm, attention.k_norm = self._norm(dim), self._norm(dim)
         return attention
 
-    def _feed_forward(self, index: int) -> FeedForward:
-        config, make = self.config, self._make
-        inner = self.ranks.share(config.intermediate_size, "intermediate_size")
-        down = RowParallel(make(config.hidden_size, inner), self.ranks)
-        return FeedForward(ColumnParallel(make(2 * inner, config.hidden_size)), down, config.activation)
+    def _feed_forward(self, index: int) -> FeedForward | Experts:
+        experts = self.config.experts
+        if experts is None or not experts.in_layer(index):
+            return self._dense(self.config.intermediate_size)
+        make, hidden, inner = self._make, self.config.hidden_size, self.ranks.share(experts.size, "the size of an expert")
+        return Experts(
+            make(experts.count, hidden), make(experts.count, 2 * inner, hidden), make(experts.count, hidden, inner), experts.routing,
+            self.config.activation,
+            bias=torch.empty(experts.count, device=self.device, dtype=torch.float32) if experts.bias else None,
+            shared=self._dense(experts.shared_size) if experts.shared_size else None,
+        )
+
+    def _dense(self, size: int) -> FeedForward:
+        make, hidden, inner = self._make, self.config.hidden_size, self.ranks.share(size, "intermediate_size")
+        return FeedForward(ColumnParallel(make(2 * inner, hidden)), RowParallel(make(hidden, inner), self.ranks), self.config.activation)
 
     def sources(self) -> Iterator[Source]:
         """Every checkpoint tensor that the model needs, and its place."""
@@ -95,6 +106,14 @@ class Decoder:
     def num_parameters(self) -> int:
         """Of the whole model, over all ranks."""
         return sum(source.size() for source in self.sources())
+
+    def parameters_of_a_token(self) -> int:
+        """How many of them one token's way through the model takes: of the experts only the chosen ones."""
+        experts = self.config.experts
+        if experts is None:
+            return self.num_parameters()
+        idle = sum(isinstance(layer.feed_forward, Experts) for layer in self.layers) * (experts.count - experts.routing.chosen)
+        return self.num_parameters() - idle * 3 * experts.size * self.config.hidden_size
 
     def forward(self, ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states [T, H] after the last norm. caches: K and V of every layer, written and read in place."""

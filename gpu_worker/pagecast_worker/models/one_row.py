@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -19,11 +20,20 @@ def suits(model: "Decoder") -> bool:
     config = model.config
     if model.ranks.size > 1 or config.post_norms or config.activation != "silu" or config.embedding_scale != 1.0:
         return False
-    blocks = [(layer.attention, layer.feed_forward) for layer in model.layers]
-    products = [p for a, f in blocks for p in (a.qkv, a.output, f.gate_up, f.down)]
+    products = [p for layer in model.layers for p in (layer.attention.qkv, layer.attention.output)]
+    for layer in model.layers:
+        dense = layer.feed_forward.shared if isinstance(layer.feed_forward, Experts) else layer.feed_forward
+        products += [] if dense is None else [dense.gate_up, dense.down]
     return all(layer.attention.output.bias is None for layer in model.layers) and all(
         isinstance(p.weight, Tensor) and p.weight.is_floating_point() and p.weight.shape[1] % 8 == 0 for p in products
     )
+
+
+def _experts(ops: Any, block: Experts, x: Tensor, residual: Tensor) -> None:
+    """What a mixture gives for x [1, H] is added to the residual."""
+    if block.shared is not None:
+        ops.linear_add(ops.linear_silu_mul(x, block.shared.gate_up.weight), block.shared.down.weight, residual)
+    block.add(ops, x, residual)
 
 
 def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -35,6 +45,9 @@ def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Ten
         qkv = ops.norm_linear(residual, layer.attention_norm, eps, attention.qkv.weight, attention.qkv.bias)
         attended = attention.attend(ops, qkv, step, k_cache, v_cache)
         ops.linear_add(attended, attention.output.weight, residual)
+        if isinstance(feed_forward, Experts):
+            _experts(ops, feed_forward, ops.rms_norm(residual, layer.feed_forward_norm, eps), residual)
+            continue
         inner = ops.norm_linear_silu_mul(residual, layer.feed_forward_norm, eps, feed_forward.gate_up.weight)
         ops.linear_add(inner, feed_forward.down.weight, residual)
     return ops.rms_norm(residual, model.norm, eps)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pagecast_worker.layers.attention import Attention
+from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.weights import Names, Source, named, reordered, rotary_order
@@ -20,6 +21,11 @@ class _Table:
 
     def __init__(self, names: Names, prefix: str) -> None:
         self._names, self._prefix = names, prefix
+
+    def of_expert(self, expert: int) -> "_Table":
+        """The same table for one expert's parts: {e} in their names is its number."""
+        names = {part: self._names[part] for part in ("expert_gate", "expert_up", "expert_down")}
+        return _Table({part: str(name).format(e=expert) for part, name in names.items()}, self._prefix)
 
     def whole(self, part: str, parameter: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Source:
         """A parameter that every rank holds all of."""
@@ -56,7 +62,10 @@ def _of_layer(model: "Decoder", table: _Table, layer: "Layer") -> Iterator[Sourc
         if weight is not None:
             yield table.whole(part, weight, change)
     yield from _of_attention(model, table, layer.attention)
-    yield from _of_feed_forward(table, layer.feed_forward, model.config.intermediate_size, model.ranks)
+    if isinstance(layer.feed_forward, Experts):
+        yield from _of_experts(model, table, layer.feed_forward)
+    else:
+        yield from _of_feed_forward(table, layer.feed_forward, model.config.intermediate_size, model.ranks)
 
 
 def _of_attention(model: "Decoder", table: _Table, attention: Attention) -> Iterator[Source]:
@@ -83,6 +92,22 @@ def _of_feed_forward(table: _Table, block: FeedForward, inner: int, ranks: Ranks
     for place, part in enumerate(("gate", "up")):
         yield table.split(prefix + part, inner, block.gate_up.weight, held, row=place * held.size)
     yield table.split(prefix + "down", inner, block.down.weight, ranks.part(1, inner, "intermediate_size"))
+
+
+def _of_experts(model: "Decoder", table: _Table, block: Experts) -> Iterator[Source]:
+    config = model.config.experts
+    assert config is not None
+    yield table.whole("router", block.router)
+    if block.bias is not None:
+        yield table.whole("router_bias", block.bias)
+    if block.shared is not None:
+        yield from _of_feed_forward(table, block.shared, config.shared_size, model.ranks, "shared_")
+    rows, columns = (model.ranks.part(dim, config.size, "the size of an expert") for dim in (0, 1))
+    for expert in range(config.count):
+        own = table.of_expert(expert)
+        for place, part in enumerate(("expert_gate", "expert_up")):
+            yield own.split(part, config.size, block.gate_up[expert], rows, row=place * rows.size)
+        yield own.split("expert_down", config.size, block.down[expert], columns)
 
 
 def _offset(config: ModelConfig) -> Callable[[Tensor], Tensor] | None:
