@@ -165,6 +165,23 @@ class ModelLimits(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CHAT_MESSAGES_FIELD_NUMBER: _builtins.int
     MAX_CACHE_SCOPE_LENGTH_FIELD_NUMBER: _builtins.int
+    MAX_PENALTY_FIELD_NUMBER: _builtins.int
+    MAX_REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    MAX_LOGIT_BIAS_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    MAX_ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAX_BAD_SEQUENCES_FIELD_NUMBER: _builtins.int
+    MAX_BAD_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_LOGPROBS_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CONSTRAINT_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_CONSTRAINT_DEPTH_FIELD_NUMBER: _builtins.int
+    MAX_CHOICES_FIELD_NUMBER: _builtins.int
+    MAX_TOOLS_FIELD_NUMBER: _builtins.int
+    MAX_TOOLS_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_TEMPLATE_KWARGS_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_RENDERED_CHARS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     max_pool_tokens: _builtins.int
     """Tokens that the whole block pool holds; prompt + max_output_tokens of one request must fit."""
@@ -179,6 +196,32 @@ class ModelLimits(_message.Message):
     block_size: _builtins.int
     max_chat_messages: _builtins.int
     max_cache_scope_length: _builtins.int
+    max_penalty: _builtins.float
+    """Presence and frequency penalties: from minus this to this."""
+    max_repetition_penalty: _builtins.float
+    max_num_sequences: _builtins.int
+    max_logit_bias_tokens: _builtins.int
+    max_logit_bias: _builtins.float
+    """Either way from 0."""
+    max_allowed_token_ids: _builtins.int
+    max_bad_sequences: _builtins.int
+    """bad_words and bad_token_sequences together."""
+    max_bad_sequence_tokens: _builtins.int
+    max_logprobs: _builtins.int
+    max_prompt_logprobs_tokens: _builtins.int
+    """Longest prompt whose log-probabilities may be asked for."""
+    max_constraint_bytes: _builtins.int
+    """Size of a constraint's text, choices together."""
+    max_constraint_depth: _builtins.int
+    """Nesting of a JSON Schema."""
+    max_choices: _builtins.int
+    max_tools: _builtins.int
+    max_tools_bytes: _builtins.int
+    """Names, descriptions and schemas of all tools together."""
+    max_template_kwargs_bytes: _builtins.int
+    """template_kwargs as JSON."""
+    max_rendered_chars: _builtins.int
+    """Text that a conversation may become under the template, in characters."""
     def __init__(
         self,
         *,
@@ -195,10 +238,27 @@ class ModelLimits(_message.Message):
         block_size: _builtins.int = ...,
         max_chat_messages: _builtins.int = ...,
         max_cache_scope_length: _builtins.int = ...,
+        max_penalty: _builtins.float = ...,
+        max_repetition_penalty: _builtins.float = ...,
+        max_num_sequences: _builtins.int = ...,
+        max_logit_bias_tokens: _builtins.int = ...,
+        max_logit_bias: _builtins.float = ...,
+        max_allowed_token_ids: _builtins.int = ...,
+        max_bad_sequences: _builtins.int = ...,
+        max_bad_sequence_tokens: _builtins.int = ...,
+        max_logprobs: _builtins.int = ...,
+        max_prompt_logprobs_tokens: _builtins.int = ...,
+        max_constraint_bytes: _builtins.int = ...,
+        max_constraint_depth: _builtins.int = ...,
+        max_choices: _builtins.int = ...,
+        max_tools: _builtins.int = ...,
+        max_tools_bytes: _builtins.int = ...,
+        max_template_kwargs_bytes: _builtins.int = ...,
+        max_rendered_chars: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_cache_scope_length", b"max_cache_scope_length", "max_chat_messages", b"max_chat_messages", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_pool_tokens", b"max_pool_tokens", "max_request_id_length", b"max_request_id_length", "max_stop_text_bytes", b"max_stop_text_bytes", "max_stop_texts", b"max_stop_texts", "max_stop_token_ids", b"max_stop_token_ids", "max_temperature", b"max_temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_allowed_token_ids", b"max_allowed_token_ids", "max_bad_sequence_tokens", b"max_bad_sequence_tokens", "max_bad_sequences", b"max_bad_sequences", "max_cache_scope_length", b"max_cache_scope_length", "max_chat_messages", b"max_chat_messages", "max_choices", b"max_choices", "max_constraint_bytes", b"max_constraint_bytes", "max_constraint_depth", b"max_constraint_depth", "max_logit_bias", b"max_logit_bias", "max_logit_bias_tokens", b"max_logit_bias_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_num_sequences", b"max_num_sequences", "max_penalty", b"max_penalty", "max_pool_tokens", b"max_pool_tokens", "max_prompt_logprobs_tokens", b"max_prompt_logprobs_tokens", "max_rendered_chars", b"max_rendered_chars", "max_repetition_penalty", b"max_repetition_penalty", "max_request_id_length", b"max_request_id_length", "max_stop_text_bytes", b"max_stop_text_bytes", "max_stop_texts", b"max_stop_texts", "max_stop_token_ids", b"max_stop_token_ids", "max_temperature", b"max_temperature", "max_template_kwargs_bytes", b"max_template_kwargs_bytes", "max_tools", b"max_tools", "max_tools_bytes", b"max_tools_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,25 +272,47 @@ class ModelCapabilities(_message.Message):
 
     CHAT_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    CONSTRAINTS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_FORMAT_FIELD_NUMBER: _builtins.int
+    REASONING_FORMAT_FIELD_NUMBER: _builtins.int
     chat: _builtins.bool
     prefix_cache: _builtins.bool
+    tool_call_format: _builtins.str
+    """Form in which this model calls tools. Absent: its template knows no tools, or the form is not known here."""
+    reasoning_format: _builtins.str
+    """Form of this model's reasoning. Absent: none known."""
+    @_builtins.property
+    def constraints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of Constraint, by field name."""
+
     def __init__(
         self,
         *,
         chat: _builtins.bool | None = ...,
         prefix_cache: _builtins.bool | None = ...,
+        constraints: _abc.Iterable[_builtins.str] | None = ...,
+        tool_call_format: _builtins.str | None = ...,
+        reasoning_format: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat", b"_chat", "_prefix_cache", b"_prefix_cache", "chat", b"chat", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chat", b"_chat", "_prefix_cache", b"_prefix_cache", "_reasoning_format", b"_reasoning_format", "_tool_call_format", b"_tool_call_format", "chat", b"chat", "prefix_cache", b"prefix_cache", "reasoning_format", b"reasoning_format", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat", b"_chat", "_prefix_cache", b"_prefix_cache", "chat", b"chat", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chat", b"_chat", "_prefix_cache", b"_prefix_cache", "_reasoning_format", b"_reasoning_format", "_tool_call_format", b"_tool_call_format", "chat", b"chat", "constraints", b"constraints", "prefix_cache", b"prefix_cache", "reasoning_format", b"reasoning_format", "tool_call_format", b"tool_call_format"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__chat: _TypeAlias = _typing.Literal["chat"]  # noqa: Y015
     _WhichOneofArgType__chat: _TypeAlias = _typing.Literal["_chat", b"_chat"]  # noqa: Y015
     _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
     _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning_format: _TypeAlias = _typing.Literal["reasoning_format"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_format: _TypeAlias = _typing.Literal["_reasoning_format", b"_reasoning_format"]  # noqa: Y015
+    _WhichOneofReturnType__tool_call_format: _TypeAlias = _typing.Literal["tool_call_format"]  # noqa: Y015
+    _WhichOneofArgType__tool_call_format: _TypeAlias = _typing.Literal["_tool_call_format", b"_tool_call_format"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__chat) -> _WhichOneofReturnType__chat | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_format) -> _WhichOneofReturnType__reasoning_format | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_format) -> _WhichOneofReturnType__tool_call_format | None: ...
 
 Global___ModelCapabilities: _TypeAlias = ModelCapabilities  # noqa: Y015
