@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pagecast.v1 import model_pb2
 from pagecast_wire.intake import EngineLimits, ModelFacts
+from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,23 @@ class Limits:
     max_stop_token_ids: int = 128
     max_request_id_length: int = 128
     max_temperature: float = 100.0
+    max_penalty: float = 2.0
+    max_repetition_penalty: float = 10.0
+    max_num_sequences: int = 64
+    max_logit_bias_tokens: int = 1024
+    max_logit_bias: float = 100.0
+    max_allowed_token_ids: int = 8192
+    max_bad_sequences: int = MAX_BAD_WORDS
+    max_bad_sequence_tokens: int = MAX_BAD_WORD_TOKENS
+    max_logprobs: int = MAX_LOGPROBS
+    max_prompt_logprobs_tokens: int = 8192
+    max_constraint_bytes: int = 1 << 17
+    max_constraint_depth: int = 64
+    max_choices: int = 1024
+    max_tools: int = 128
+    max_tools_bytes: int = 1 << 17
+    max_template_kwargs_bytes: int = 1 << 14
+    max_rendered_chars: int = 8 << 20
     max_chat_messages: int = 1024
     max_role_length: int = 64
     max_cache_scope_length: int = 128

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pagecast_scheduler.frontend import chat
+from pagecast_scheduler.frontend.chat_rules import conversation
 from pagecast_scheduler.frontend.errors import Reason, Refusal, field_violation
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.tokenizer import Tokenizer
@@ -66,20 +67,33 @@ class PromptMaker:
         template = self.tokenizer.chat_template
         if template is None:
             raise Refusal(Reason.FEATURE_DISABLED, message="the model has no chat template")
-        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        add_header = prompt.add_generation_prompt if prompt.HasField("add_generation_prompt") else True
-        size = sum(len(m["content"]) for m in messages)
+        chat_values = conversation(prompt)
+        if chat_values.tools is not None and not template.knows_tools:
+            raise field_violation(f"{path}.tools", "the model's chat template knows no tools")
+        special = self.tokenizer.special_tokens
+        values = (template, chat_values.messages, special, chat_values.add_generation_prompt, chat_values.tools, chat_values.kwargs)
         try:
-            return await self._run(size, chat.render, template, messages, self.tokenizer.special_tokens, add_header)
+            return await self._run(chat_values.size, chat.render, *values)
         except chat.TemplateRefused:
             raise field_violation(f"{path}.messages", "the model's chat template does not accept this conversation") from None
+        except chat.TemplateTooLarge:
+            text = f"rendering took more than {chat.MAX_SECONDS:g} s or {chat.MAX_RENDERED_CHARS} characters"
+            raise field_violation(f"{path}.messages", text) from None
 
-    async def prompt_ids(self, spec: Any, limits: Limits) -> list[int]:
-        """Ids of a GenerationSpec's input. Chat templates write their own special tokens, so none are added to them."""
+    async def prompt_ids(self, spec: Any, limits: Limits) -> tuple[list[int], str]:
+        """Ids of a GenerationSpec's input, and the text of a rendered chat ("" otherwise). Chat templates write their own special
+        tokens, so none are added to them."""
         kind = spec.WhichOneof("input")
         if kind == "prompt_token_ids":
-            return list(spec.prompt_token_ids.ids)
+            return list(spec.prompt_token_ids.ids), ""
         if kind == "chat":
             text = await self.render(spec.chat, "spec.chat")
-            return await self.tokenize(text, False, "spec.chat", limits)
-        return await self.tokenize(spec.prompt_text, True, "spec.prompt_text", limits)
+            return await self.tokenize(text, False, "spec.chat", limits), text
+        return await self.tokenize(spec.prompt_text, True, "spec.prompt_text", limits), ""
+
+    def ways_to_write(self, word: str) -> list[list[int]]:
+        """Token ids of a word as it is, and with a space before it: how it stands within a text."""
+        ways = [self.tokenizer.encode(word, False)]
+        if not word.startswith(" "):
+            ways.append(self.tokenizer.encode(" " + word, False))
+        return [ids for ids in ways if ids]

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import jinja2
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import read_metadata
-from pagecast_scheduler.frontend.validation import SamplingDefaults
+from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
@@ -31,7 +30,7 @@ class Tokenizer(Protocol):
     """What the services need of a tokenizer. All methods may be called from several threads."""
 
     defaults: SamplingDefaults
-    chat_template: jinja2.Template | None
+    chat_template: chat.ChatTemplate | None
     special_tokens: dict[str, str]
     token_bytes: list[bytes] | None
     max_token_bytes: int | None
@@ -41,6 +40,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of ids; ids that the tokenizer does not know are nothing."""
+
+    def special_bytes(self) -> dict[int, bytes]:
+        """Bytes of every special token's name, by id."""
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -62,9 +64,10 @@ class ModelTokenizer:
     special_tokens: dict[str, str]
     template_source: str | None = None
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    chat_template: jinja2.Template | None = field(init=False, default=None)
+    chat_template: chat.ChatTemplate | None = field(init=False, default=None)
     token_bytes: list[bytes] | None = field(init=False, default=None)
     max_token_bytes: int | None = field(init=False, default=None)
+    _special: dict[int, bytes] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.template_source:
@@ -84,6 +87,13 @@ class ModelTokenizer:
         """Text of a whole sequence of ids."""
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def special_bytes(self) -> dict[int, bytes]:
+        """Bytes of every special token's name, by id."""
+        if self._special is None:
+            added = self.backend.get_added_tokens_decoder()
+            self._special = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
+        return self._special
 
 
 def _byte_level_table(backend: Backend) -> list[bytes]:
@@ -105,10 +115,12 @@ def _byte_level_table(backend: Backend) -> list[bytes]:
 class ByteTokenizer:
     """For engines without a model. Documented ids: 0 to 255 are those bytes; a higher id i is one character, 0x4E00 + (i - 256) % 20902.
 
-    Encoding uses only the first 256 ids. There are no special tokens. Chat renders as "role: content" lines.
+    Encoding uses only the first 256 ids. There are no special tokens. Chat renders as "role: content" lines, with
+    tools before them; calls are written as <tool_call>JSON</tool_call>.
     """
 
     TEMPLATE = (
+        "{% if tools %}tools: {{ tools | tojson }}, called as <tool_call>JSON</tool_call>\n{% endif %}"
         "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
@@ -116,7 +128,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = 1 << 17) -> None:
         self.defaults = SamplingDefaults()
         self.special_tokens: dict[str, str] = {}
-        self.chat_template: jinja2.Template | None = chat.compile_template(self.TEMPLATE)
+        self.chat_template: chat.ChatTemplate | None = chat.compile_template(self.TEMPLATE)
         self.token_bytes: list[bytes] | None = [bytes([i]) for i in range(256)]
         self.token_bytes += [chr(0x4E00 + i % 20902).encode() for i in range(vocab_size - 256)]
         self.max_token_bytes: int | None = 1
@@ -129,6 +141,10 @@ class ByteTokenizer:
         """The bytes of the ids as UTF-8, with U+FFFD for what is not."""
         table = self.token_bytes or []
         return b"".join([table[i] if i < len(table) else b"" for i in ids]).decode("utf-8", "replace")
+
+    def special_bytes(self) -> dict[int, bytes]:
+        """None: no id is special."""
+        return {}
 
 
 def _gguf_byte_level(metadata: dict[str, Any]) -> Backend:
@@ -195,6 +211,8 @@ def load_folder(folder: Path) -> ModelTokenizer:
     if config.is_file():
         values = json.loads(config.read_text())
         known = {name: type(getattr(defaults, name))(values[name]) for name in SamplingDefaults.__slots__ if values.get(name) is not None}
+        if values.get("do_sample") is False:
+            known["temperature"] = 0.0
         defaults = SamplingDefaults(**known)
     return _from_transformers(folder, None, defaults)
 

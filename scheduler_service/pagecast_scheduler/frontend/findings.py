@@ -1,0 +1,63 @@
+"""Collects what is wrong with a request: every violation with its field path, the limit and the value."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
+
+MAX_FIELD_ECHO = 64
+"""Longest text value that a violation repeats."""
+
+
+class Findings(list[Violation]):
+    """Violations so far."""
+
+    def add(self, path: str, description: str) -> None:
+        self.append(Violation(path, description))
+
+    def number(self, path: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+        """Checks that a number is finite and in [low, high], or (low, high]."""
+        if not math.isfinite(value):
+            self.add(path, f"must be a finite number, not {value}")
+        elif value < low or value > high or (open_low and value == low):
+            left = f"greater than {low:g} and at most {high:g}" if open_low else f"{low:g} to {high:g}"
+            self.add(path, f"must be {left}, not {value:g}")
+
+    def integer(self, path: str, value: int, low: int, high: int) -> None:
+        """Checks that an integer is in [low, high]."""
+        if not low <= value <= high:
+            self.add(path, f"must be {low} to {high}, not {value}")
+
+    def count(self, path: str, number: int, low: int, high: int, what: str) -> bool:
+        """Checks how many there are of something; whether it passes."""
+        if low <= number <= high:
+            return True
+        self.add(path, f"must be at most {high} {what}, not {number}" if number > high else f"must be {low} to {high} {what}, not {number}")
+        return False
+
+    def token_ids(self, path: str, ids: Sequence[int], vocab_size: int) -> None:
+        """Names the first id outside the vocabulary."""
+        bad = np.flatnonzero(np.asarray(ids, dtype=np.int64) >= vocab_size)
+        if bad.size:
+            self.add(f"{path}[{int(bad[0])}]", f"must be below the vocabulary size {vocab_size}, not {ids[int(bad[0])]}")
+
+    def repeated(self, path: str, ids: Sequence[int], suffix: str = "") -> None:
+        """Names the first id that came before."""
+        seen: set[int] = set()
+        for at, token_id in enumerate(ids):
+            if token_id in seen:
+                self.add(f"{path}[{at}]{suffix}", f"must be given once, {token_id} is repeated")
+                return
+            seen.add(token_id)
+
+    def refuse(self) -> None:
+        """Raises Refusal if anything was found."""
+        if self:
+            raise Refusal(Reason.FIELD_VIOLATION, violations=tuple(self))
+
+
+def shown(text: str) -> str:
+    """A value as a violation repeats it."""
+    return f"{len(text)} characters" if len(text) > MAX_FIELD_ECHO else repr(text)
