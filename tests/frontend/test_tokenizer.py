@@ -12,8 +12,8 @@ from jinja2 import TemplateSyntaxError
 
 from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import GgufError, read_metadata
+from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, ModelTokenizer, load_tokenizer
-from pagecast_scheduler.frontend.validation import SamplingDefaults
 
 TEXTS = [
     "",
@@ -139,10 +139,23 @@ def test_a_hostile_template_gets_nowhere(source: str) -> None:
 
 def test_an_endless_rendering_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_RENDERED_CHARS", 100)
-    with pytest.raises(chat.TemplateRefused):
+    with pytest.raises(chat.TemplateTooLarge):
         chat.render(chat.compile_template("{% for i in range(1000) %}xx{% endfor %}"), CHATS[0], {}, True)
     with pytest.raises(TemplateSyntaxError):
         chat.compile_template("{% if %}")
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 9999999999 }}", "{{ ('x' * 4096) * 4096 }}", "{{ 9 ** 9 ** 9 }}", "{{ [1] * 99999999 }}"])
+def test_a_product_that_would_fill_the_memory_is_cut(source: str) -> None:
+    with pytest.raises(chat.TemplateTooLarge):
+        chat.render(chat.compile_template(source), CHATS[0], {}, True)
+
+
+def test_a_rendering_that_goes_on_without_output_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.05)
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% if messages[0].x %}y{% endif %}{% endfor %}{% endfor %}"
+    with pytest.raises(chat.TemplateTooLarge):
+        chat.render(chat.compile_template(source), CHATS[0], {}, True)
 
 
 def test_templates_have_what_they_are_written_for() -> None:

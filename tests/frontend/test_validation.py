@@ -9,7 +9,8 @@ from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import model_pb2
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.limits import Limits
-from pagecast_scheduler.frontend.validation import SamplingDefaults, check_lengths, check_spec, progress_interval_s
+from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
+from pagecast_scheduler.frontend.validation import check_lengths, check_spec, progress_interval_s
 from pagecast_wire.intake import Priority
 
 LIMITS = Limits(

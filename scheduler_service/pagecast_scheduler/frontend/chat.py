@@ -60,11 +60,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self._check_time()
-        if operator == "**" or (operator == "*" and any(isinstance(side, str | list | tuple) for side in (left, right))):
-            size = [side if isinstance(side, int) else len(side) if hasattr(side, "__len__") else MAX_RENDERED_CHARS for side in (left, right)]
-            if (operator == "**" and (abs(size[0]) > 1 << 16 or abs(size[1]) > 64)) or size[0] * size[1] > MAX_RENDERED_CHARS:
-                raise TemplateTooLarge
+        if operator != "+" and _size(left) * _size(right) > MAX_RENDERED_CHARS:
+            raise TemplateTooLarge
         return super().call_binop(context, operator, left, right)
+
+
+def _size(value: Any) -> int:
+    """How large a product or power this value can make, roughly."""
+    if isinstance(value, str | list | tuple):
+        return len(value)
+    return min(abs(value), MAX_RENDERED_CHARS + 1) if isinstance(value, int) else 1
 
 
 def _raise(message: str) -> None:

@@ -5,7 +5,7 @@ its bytes are there, and replaced by U+FFFD only when the next bytes, or the ver
 """
 
 from codecs import getincrementaldecoder
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pagecast_scheduler.frontend.tokenizer import Tokenizer
@@ -24,18 +24,27 @@ class TextDecoder(Protocol):
 
 
 class ByteDecoder:
-    """For tokenizers whose ids are plain bytes: exact, and a table look-up per token."""
+    """For tokenizers whose ids are plain bytes: exact, and a table look-up per token. shown: bytes of ids that differ from the table."""
 
-    def __init__(self, token_bytes: list[bytes]) -> None:
+    def __init__(self, token_bytes: list[bytes], shown: Mapping[int, bytes] | None = None) -> None:
         self._table = token_bytes
+        self._shown = shown or {}
         self._decode = getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, ids: Ids) -> str:
+        if self._shown:
+            return self._decode(b"".join([self._bytes_of(i) for i in ids]))
         table = self._table
         try:
             return self._decode(b"".join([table[i] for i in ids]))
         except IndexError:  # ids of a padded vocabulary that the tokenizer has no text for
             return self._decode(b"".join([table[i] for i in ids if i < len(table)]))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        known = self._shown.get(token_id)
+        if known is not None:
+            return known
+        return self._table[token_id] if token_id < len(self._table) else b""
 
     def flush(self) -> str:
         return self._decode(b"", True)
@@ -45,11 +54,13 @@ class WindowDecoder:
     """For every other tokenizer: decodes a short window of ids twice, with and without the new ones, and releases the difference.
 
     The window begins where text was last released, with the ids of that release before it, because such decoders treat the
-    first token of a text specially. Text that ends in U+FFFD may be an incomplete character and waits.
+    first token of a text specially. Text that ends in U+FFFD may be an incomplete character and waits. shown: special tokens that
+    stand for their name; each ends the text before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, bytes] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown or {}
         self._window: list[int] = []
         self._num_known = 0
         self._released = ""
@@ -57,6 +68,9 @@ class WindowDecoder:
     def push(self, ids: Ids) -> str:
         pieces = []
         for token_id in ids:
+            if token_id in self._shown:
+                pieces += [self.flush(), self._shown[token_id].decode("utf-8", "replace")]
+                continue
             self._window.append(token_id)
             pieces.append(self._step())
         return "".join(pieces)
@@ -79,9 +93,11 @@ class WindowDecoder:
         return piece
 
 
-def text_decoder(tokenizer: Tokenizer) -> TextDecoder:
-    """The incremental decoder that fits the tokenizer."""
-    return WindowDecoder(tokenizer) if tokenizer.token_bytes is None else ByteDecoder(tokenizer.token_bytes)
+def text_decoder(tokenizer: Tokenizer, shown: Mapping[int, bytes] | None = None) -> TextDecoder:
+    """The incremental decoder that fits the tokenizer. shown: special tokens that are not hidden, with their bytes."""
+    if tokenizer.token_bytes is None:
+        return WindowDecoder(tokenizer, shown)
+    return ByteDecoder(tokenizer.token_bytes, shown)
 
 
 def _failure_table(text: str) -> list[int]:
@@ -145,10 +161,15 @@ class Detokenizer:
 
     matched: the stop text that ended the sequence, or None. keep: number of tokens up to and including the one that completed
     it. A stop text that is completed before the sequence holds min_tokens tokens is ordinary text. After a match nothing more comes.
+    The text ends before the stop text, or with it (include_stop). shown: special tokens that are not hidden, with their bytes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_texts: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._decoder = text_decoder(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stop_texts: Sequence[str] = (), min_tokens: int = 0, *, include_stop: bool = False,
+        shown: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self._decoder = text_decoder(tokenizer, shown)
+        self._include_stop = include_stop
         self._matcher = StopMatcher(stop_texts) if stop_texts else None
         self._min_tokens = min_tokens
         self._pending = ""
@@ -189,7 +210,7 @@ class Detokenizer:
             self.keep = self._num_tokens
             shown = self._pending + text[:used]
             self._pending = ""
-            return shown[: len(shown) - len(self.matched)]
+            return shown if self._include_stop else shown[: len(shown) - len(self.matched)]
         shown = self._pending + text
         release = len(shown) - matcher.held
         self._pending = shown[release:]

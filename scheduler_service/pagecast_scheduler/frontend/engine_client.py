@@ -202,6 +202,12 @@ class EngineClient:
         for rejected in batch.rejected:
             if rejected.reason is not RejectReason.DUPLICATE_KEY and (stream := live.pop(rejected.key, None)) is not None:
                 stream.on_rejected(rejected)
+        for record in batch.logprobs:
+            if (stream := live.get(record.key)) is not None:
+                self._safely(stream, stream.on_logprobs, record)
+        for part in batch.prompt_logprobs:
+            if (stream := live.get(part.key)) is not None:
+                self._safely(stream, stream.on_prompt_logprobs, part)
         if batch.keys:
             self._on_tokens(batch)
         for progress in batch.progress:
@@ -223,11 +229,15 @@ class EngineClient:
             end = start + 4 * count
             stream = live.get(key)
             if stream is not None:
-                try:
-                    stream.on_tokens(sequence, offset, tokens[start:end])
-                except Exception:
-                    self._on_bug(stream)
+                self._safely(stream, stream.on_tokens, sequence, offset, tokens[start:end])
             start = end
+
+    def _safely(self, stream: RequestStream, take: Callable[..., None], *news: Any) -> None:
+        """Hands news to a stream."""
+        try:
+            take(*news)
+        except Exception:
+            self._on_bug(stream)
 
     def _on_bug(self, stream: RequestStream) -> None:
         """One stream's trouble must not touch the others of the batch."""

@@ -12,8 +12,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from pagecast_wire.intake import Rejected, RejectReason
-from pagecast_wire.sampling import FinishReason
+from pagecast_wire.intake import Finished, Rejected, RejectReason
+from pagecast_wire.sampling import ConstraintFault, FinishReason
 
 DOMAIN = "pagecast"
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -27,6 +27,7 @@ class Reason(Enum):
     MALFORMED_REQUEST = (_CODE.INVALID_ARGUMENT, "the request is not a valid message of this method")
     FIELD_VIOLATION = (_CODE.INVALID_ARGUMENT, "the request has invalid fields")
     PROMPT_TOO_LONG = (_CODE.INVALID_ARGUMENT, "the prompt is too long")
+    CONSTRAINT_INVALID = (_CODE.INVALID_ARGUMENT, "the constraint cannot be enforced")
     MODEL_UNKNOWN = (_CODE.NOT_FOUND, "no such model is served here")
     SERVICE_UNKNOWN = (_CODE.NOT_FOUND, "no such service is served here")
     REQUEST_ID_IN_USE = (_CODE.ALREADY_EXISTS, "a live request already has this request_id")
@@ -184,6 +185,24 @@ def field_violation(path: str, description: str) -> Refusal:
 def model_unknown(name: str) -> Refusal:
     """NOT_FOUND for a model name, cut so that a long name does not come back in full."""
     return Refusal(Reason.MODEL_UNKNOWN, resource=("pagecast.v1.Model", name[:128]))
+
+
+_FAULTS = {
+    ConstraintFault.INVALID: "does not compile for this model's tokens",
+    ConstraintFault.TOO_LARGE: "grows beyond what the server allows",
+    ConstraintFault.TIMED_OUT: "takes too long to compile",
+    ConstraintFault.NO_TOKEN: "with the token rules, leaves no token to choose from",
+}
+
+
+def of_finished(finished: Finished) -> Refusal:
+    """What a caller is told when an accepted request ends without success."""
+    refusal = Refusal(OF_FINISH[finished.reason])
+    if finished.reason is FinishReason.CONSTRAINT_FAILED:
+        fault = ConstraintFault(finished.constraint_fault)
+        refusal.violations = (Violation("spec.constraint", _FAULTS.get(fault, "cannot be followed")),)
+        refusal.metadata = {"fault": fault.name}
+    return refusal
 
 
 def of_rejected(rejected: Rejected) -> Refusal:

@@ -1,9 +1,9 @@
 """Public messages out of stream state: events of GenerateStream, and the whole answer of Generate."""
 
-from array import array
-
 from pagecast.v1 import generation_pb2 as pb
-from pagecast_scheduler.frontend.streams import OutputSequence, PreparedRequest, RequestStream
+from pagecast_scheduler.frontend.output_sequence import Output, OutputSequence
+from pagecast_scheduler.frontend.streams import PreparedRequest, RequestStream
+from pagecast_scheduler.frontend.token_records import Bytes, output_records, prompt_records
 from pagecast_wire.intake import Phase, Progress, Usage
 from pagecast_wire.sampling import FinishReason
 
@@ -19,7 +19,7 @@ _NO_PROGRESS = Progress(key=0, phase=Phase.QUEUED, queue_position=0, prefill_don
 
 def effective(request: PreparedRequest) -> pb.EffectiveParameters:
     """The values that are really used."""
-    sampling, stop = request.submit.sampling, request.submit.stop
+    sampling, stop, spec, answer = request.submit.sampling, request.submit.stop, request.spec, request.answer
     return pb.EffectiveParameters(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -28,7 +28,26 @@ def effective(request: PreparedRequest) -> pb.EffectiveParameters:
         seed=sampling.seed,
         max_output_tokens=stop.max_output_tokens,
         min_output_tokens=stop.min_output_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        num_sequences=request.submit.num_sequences,
+        ignore_eos=spec.ignore_eos,
+        include_stop_in_output=spec.include_stop,
+        skip_special_tokens=spec.skip_special_tokens,
+        logprobs_top_n=sampling.num_logprobs if sampling.num_logprobs >= 0 else None,
+        prompt_logprobs_top_n=sampling.num_prompt_logprobs if sampling.num_prompt_logprobs >= 0 else None,
+        tool_call_format="" if answer.calls is None else answer.calls.name,
+        reasoning_format="" if answer.reasoning is None else answer.reasoning.name,
     )
+
+
+def reason_of(request: PreparedRequest, reason: FinishReason, stop_id: int | None) -> pb.FinishReason.ValueType:
+    """The public reason: a constraint ends its sequence with one of the model's own end tokens."""
+    constrained = request.submit.sampling.constraint is not None
+    if constrained and reason is FinishReason.STOP and stop_id is not None and stop_id not in request.spec.stop_token_ids:
+        return pb.FINISH_REASON_CONSTRAINT_COMPLETE
+    return _REASONS[reason]
 
 
 def usage_of(usages: list[Usage]) -> pb.Usage:
@@ -53,8 +72,10 @@ def timings_of(usages: list[Usage]) -> pb.Timings:
 class EventWriter:
     """Turns what a stream has gathered into numbered events."""
 
-    def __init__(self, stream: RequestStream) -> None:
+    def __init__(self, stream: RequestStream, token_bytes: Bytes = None) -> None:
+        """token_bytes: what each id stands for, for log-probability records."""
         self._stream = stream
+        self._bytes = token_bytes
         self.last_seq = 0
 
     def accepted(self) -> pb.GenerateStreamResponse:
@@ -73,13 +94,13 @@ class EventWriter:
     def gathered(self, now: float) -> list[pb.GenerateStreamResponse]:
         """Events for everything that is new: tokens, ends of sequences, completion; or the progress event that is due."""
         stream = self._stream
-        events: list[pb.GenerateStreamResponse] = []
+        events = self._prompt()
         for sequence in stream.sequences:
             if sequence.is_reported:
                 continue
-            offset, ids, text = sequence.take()
-            if ids or text:
-                events += self._tokens(sequence.index, offset, ids, text)
+            output = sequence.take()
+            if not output.is_empty:
+                events += self._tokens(sequence.index, output)
             if sequence.finished is not None:
                 sequence.is_reported = True
                 events.append(self._sequence_finished(sequence))
@@ -95,17 +116,32 @@ class EventWriter:
         self.last_seq += 1
         return pb.GenerateStreamResponse(event=pb.StreamEvent(seq=self.last_seq, **event))  # type: ignore[arg-type]
 
-    def _tokens(self, index: int, offset: int, ids: "array[int]", text: str) -> list[pb.GenerateStreamResponse]:
-        spec = self._stream.request.spec
-        shown_ids = ids if spec.want_token_ids else ()
-        shown_text = text if spec.want_text else ""
-        if not shown_ids and not shown_text:
+    def _prompt(self) -> list[pb.GenerateStreamResponse]:
+        """Log-probabilities of prompt tokens that have come."""
+        records = self._stream.prompt_records
+        if records is None or not records.has_new:
             return []
-        return [self._next(tokens=pb.TokensEvent(sequence_index=index, first_token_offset=offset, token_ids=shown_ids, text=shown_text))]
+        parts = prompt_records(records.prompt, records.take(), self._bytes)
+        return [self._next(prompt=pb.PromptEvent(first_position=first, logprobs=made)) for first, made in parts]
+
+    def _tokens(self, index: int, output: Output) -> list[pb.GenerateStreamResponse]:
+        spec, parsed = self._stream.request.spec, output.parsed
+        event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first)
+        if spec.want_token_ids:
+            event.token_ids.extend(output.ids)
+        if spec.want_text:
+            event.text, event.reasoning_text = parsed.text, parsed.reasoning
+            event.tool_calls.extend(parsed.calls)
+        if output.logprobs:
+            event.logprobs.extend(output_records(output.ids, output.logprobs, self._bytes))
+        if not (event.token_ids or event.text or event.logprobs or event.reasoning_text or event.tool_calls):
+            return []
+        return [self._next(tokens=event)]
 
     def _sequence_finished(self, sequence: OutputSequence) -> pb.GenerateStreamResponse:
         reason, stop_text, stop_id, usage = sequence.result()
-        event = pb.SequenceFinishedEvent(sequence_index=sequence.index, reason=_REASONS[reason], usage=usage_of([usage]))
+        shown = reason_of(self._stream.request, reason, stop_id)
+        event = pb.SequenceFinishedEvent(sequence_index=sequence.index, reason=shown, usage=usage_of([usage]))
         if stop_text is not None:
             event.stop_text = stop_text
         elif stop_id is not None:
@@ -134,27 +170,41 @@ class EventWriter:
         return self._next(progress=event)
 
 
-def whole_answer(stream: RequestStream) -> pb.GenerateResponse:
+def whole_answer(stream: RequestStream, token_bytes: Bytes = None) -> pb.GenerateResponse:
     """The answer of Generate for a finished stream."""
     request = stream.request
     response = pb.GenerateResponse(
         request_id=request.request_id, model=request.model, model_digest=request.model_digest, effective=effective(request)
     )
+    if stream.prompt_records is not None:
+        for _, records in prompt_records(request.submit.prompt, stream.prompt_records.take(), token_bytes):
+            response.prompt_logprobs.extend(records)
     usages = []
     for sequence in stream.sequences:
-        _, ids, text = sequence.take()
+        output = sequence.take()
         reason, stop_text, stop_id, usage = sequence.result()
         usages.append(usage)
-        shown = response.sequences.add(sequence_index=sequence.index, reason=_REASONS[reason], usage=usage_of([usage]))
-        if request.spec.want_token_ids:
-            shown.token_ids.extend(ids)
-        if request.spec.want_text:
-            shown.text = text
+        shown = response.sequences.add(sequence_index=sequence.index, reason=reason_of(request, reason, stop_id), usage=usage_of([usage]))
         if stop_text is not None:
             shown.stop_text = stop_text
         elif stop_id is not None:
             shown.stop_token_id = stop_id
+        _show(shown, request, output, token_bytes)
     response.usage.CopyFrom(usage_of(usages))
     response.timings.CopyFrom(timings_of(usages))
     response.num_recoveries = max(u.num_recoveries for u in usages)
     return response
+
+
+def _show(shown: pb.GeneratedSequence, request: PreparedRequest, output: Output, token_bytes: Bytes) -> None:
+    """Writes the whole output of one sequence, as far as it is wanted."""
+    if request.spec.want_token_ids:
+        shown.token_ids.extend(output.ids)
+    if request.spec.want_text:
+        shown.text, shown.reasoning_text = output.parsed.text, output.parsed.reasoning
+        for piece in output.parsed.calls:
+            if piece.index == len(shown.tool_calls):
+                shown.tool_calls.add(id=piece.id, name=piece.name)
+            shown.tool_calls[piece.index].arguments += piece.arguments
+    if output.logprobs:
+        shown.logprobs.extend(output_records(output.ids, output.logprobs, token_bytes))

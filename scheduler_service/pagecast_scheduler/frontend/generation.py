@@ -7,23 +7,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import structlog
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc
 from pagecast_scheduler.frontend import call_context
+from pagecast_scheduler.frontend.answer_parser import AnswerPlan, plan_answer
 from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
-from pagecast_scheduler.frontend.detokenizer import Detokenizer
+from pagecast_scheduler.frontend.constraints import constraint_of, constraint_path
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.events import EventWriter, whole_answer
+from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.namespace import derive
 from pagecast_scheduler.frontend.principals import Principal
+from pagecast_scheduler.frontend.sampling_rules import check_something_allowed, with_bad_words
 from pagecast_scheduler.frontend.service_state import ServiceState
-from pagecast_scheduler.frontend.streams import OutputSequence, PreparedRequest, RequestStream
+from pagecast_scheduler.frontend.streams import PreparedRequest, RequestStream, output_sequences
 from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, progress_interval_s
-from pagecast_wire import pack_u32
+from pagecast_wire import pack_u32, view_u32
 from pagecast_wire.intake import Submit
-from pagecast_wire.sampling import StopRules
+from pagecast_wire.sampling import SamplingParams, StopRules
 
 log = structlog.get_logger("pagecast.frontend")
 
@@ -61,8 +65,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             while not stream.is_done:
                 await stream.wait()
             if stream.failure is not None:
+                stream.failure.metadata = {**stream.failure.metadata, **stream.usage_so_far()}
                 raise stream.failure
-            return whole_answer(stream)
+            return whole_answer(stream, self._state.prompts.tokenizer.token_bytes)
         except asyncio.CancelledError:
             if stream.failure is None:
                 raise
@@ -75,7 +80,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         interval_s = progress_interval_s(request.delivery, self._state.limits())
         prepared = await self._prepare(request.spec, context)
         stream = self._open(prepared, True, interval_s)
-        writer = EventWriter(stream)
+        writer = EventWriter(stream, self._state.prompts.tokenizer.token_bytes)
         try:
             await self._until_accepted(stream, context)
             await self._write(stream, context, [writer.accepted()])
@@ -116,12 +121,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _open(self, prepared: PreparedRequest, is_streaming: bool, interval_s: float) -> RequestStream:
         """Submits. From here to the handler's `finally` there is no await, so an opened stream is always finished."""
-        spec = prepared.spec
-        eager = bool(spec.stop_texts)
-        detokenizer = None
-        if spec.want_text or eager:
-            detokenizer = Detokenizer(self._state.prompts.tokenizer, spec.stop_texts, spec.min_output_tokens)
-        stream = RequestStream(prepared, [OutputSequence(0, detokenizer, eager)], self._engine.send, is_streaming)
+        sequences = output_sequences(prepared, self._state.prompts.tokenizer)
+        stream = RequestStream(prepared, sequences, self._engine.send, is_streaming)
         name = (prepared.principal.name, prepared.request_id)
         if name in self._ids_in_use:
             raise Refusal(Reason.REQUEST_ID_IN_USE, resource=("pagecast.v1.Request", prepared.request_id))
@@ -153,12 +154,38 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         allow_model(call.principal, state.model_name)
         checked = dataclasses.replace(checked, priority=priority_of(spec, checked, call))
         request_id = call.request_id = spec.request_id or call.request_id or secrets.token_hex(16)
-        prompt = await state.prompts.prompt_ids(spec, limits)
+        checked, prompt, answer = await self._tokens_of(spec, checked, limits)
         max_output_tokens = check_lengths(checked, prompt, limits)
         submit = self._submit(checked, prompt, max_output_tokens, deadline, call.principal)
         welcome = state.engine.welcome
         digest = welcome.model.digest if welcome is not None else ""
-        return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline, call.principal)
+        return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline, call.principal, answer)
+
+    async def _tokens_of(self, spec: Any, checked: CheckedSpec, limits: Limits) -> tuple[CheckedSpec, Sequence[int], AnswerPlan]:
+        """What needs the tokenizer or a compiler: bad words and the constraint, the prompt, and how the answer is read."""
+        state = self._state
+        sampling = self._with_bad_words(checked, limits)
+        constraint = await state.constraints.check(constraint_of(spec, limits), constraint_path(spec))
+        prompt, rendered = await state.prompts.prompt_ids(spec, limits)
+        template = state.prompts.tokenizer.chat_template
+        answer = plan_answer(spec, checked.parse_reasoning, checked.parse_tool_calls, template, rendered)
+        return dataclasses.replace(checked, sampling=msgspec.structs.replace(sampling, constraint=constraint)), prompt, answer
+
+    def _own_ends(self, checked: CheckedSpec) -> Sequence[int]:
+        """End tokens of the model that end this request."""
+        welcome = self._engine.welcome
+        return () if checked.ignore_eos or welcome is None else welcome.model.eos_token_ids
+
+    def _with_bad_words(self, checked: CheckedSpec, limits: Limits) -> SamplingParams:
+        """Sampling values with the bad words as tokens. Raises Refusal where the rules leave no first token."""
+        ways = [self._state.prompts.ways_to_write(word) for word in checked.bad_words]
+        sampling = with_bad_words(checked.sampling, ways, [list(ids) for ids in checked.bad_token_sequences], limits)
+        sequences = [*checked.bad_token_sequences, *(ids for way in ways for ids in way)]
+        banned = {ids[0] for ids in sequences if len(ids) == 1}
+        if checked.min_output_tokens:
+            banned |= {*self._own_ends(checked), *checked.stop_token_ids}
+        check_something_allowed([int(i) for i in view_u32(sampling.allowed_token_ids)], banned)
+        return sampling
 
     def _submit(
         self, checked: CheckedSpec, prompt: Sequence[int], max_output_tokens: int, deadline: float | None, principal: Principal
@@ -166,7 +193,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The wire message of a request, without its key."""
         welcome = self._engine.welcome
         assert welcome is not None
-        own = () if checked.ignore_eos else welcome.model.eos_token_ids
         deadline_ms = -1 if deadline is None else max(0, min(MAX_DEADLINE_MS, int((deadline - time.monotonic()) * 1000)))
         return Submit(
             key=0,
@@ -175,24 +201,26 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stop=StopRules(
                 max_output_tokens=max_output_tokens,
                 min_output_tokens=checked.min_output_tokens,
-                stop_token_ids=pack_u32(sorted({*own, *checked.stop_token_ids})),
+                stop_token_ids=pack_u32(sorted({*self._own_ends(checked), *checked.stop_token_ids})),
             ),
             cache_namespace=derive(self._state.namespace_key, principal.name, welcome.model.digest, NO_ADAPTER, checked.cache_scope),
             tenant=principal.tenant,
+            num_sequences=checked.num_sequences,
             priority=checked.priority,
             deadline_ms=deadline_ms,
             time_budget_ms=checked.time_budget_ms,
             max_queue_ms=checked.max_queue_ms,
-            bypass_prefix_cache=checked.bypass_prefix_cache,
+            bypass_prefix_cache=checked.bypass_prefix_cache or checked.sampling.num_prompt_logprobs >= 0,
         )
 
 
 def _with_progress(stream: RequestStream, writer: EventWriter) -> Refusal:
-    """The stream's failure, telling what the caller has: emitted_tokens is the billing truth."""
+    """The stream's failure, telling what the caller has: emitted_tokens is the billing truth, the rest is usage as it stands."""
     failure = stream.failure
     assert failure is not None
     failure.metadata = {
         **failure.metadata,
+        **stream.usage_so_far(),
         "request_id": stream.request.request_id,
         "emitted_tokens": str(stream.num_emitted),
         "last_seq": str(writer.last_seq),

@@ -4,7 +4,10 @@ from typing import Any
 
 from pagecast.v1 import model_pb2 as pb
 from pagecast.v1 import model_pb2_grpc
+from pagecast_scheduler.frontend.call_forms import call_format_of
+from pagecast_scheduler.frontend.constraints import KINDS
 from pagecast_scheduler.frontend.errors import Reason, Refusal
+from pagecast_scheduler.frontend.output_parts import reasoning_format_of
 from pagecast_scheduler.frontend.service_state import ServiceState
 
 
@@ -28,6 +31,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         if welcome is None:
             raise Refusal(Reason.STARTING)
         facts = welcome.model
+        template = self._state.prompts.tokenizer.chat_template
+        calls = None if template is None or not template.knows_tools else call_format_of(template.source)
+        reasoning = None if template is None else reasoning_format_of(template.source)
         return pb.Model(
             name=self._state.model_name,
             architecture=facts.architecture,
@@ -40,6 +46,10 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             end_token_ids=facts.eos_token_ids,
             limits=self._state.limits().to_proto(),
             capabilities=pb.ModelCapabilities(
-                chat=self._state.prompts.tokenizer.chat_template is not None, prefix_cache=welcome.limits.enable_prefix_caching
+                chat=template is not None,
+                prefix_cache=welcome.limits.enable_prefix_caching,
+                constraints=KINDS,
+                tool_call_format=None if calls is None else calls.name,
+                reasoning_format=None if reasoning is None else reasoning.name,
             ),
         )

@@ -161,6 +161,7 @@ class ReasoningSplitter:
     def flush(self) -> list[Part]:
         """An opening mark that never came whole is text; reasoning that never closed stays reasoning."""
         rest = self._finder.rest()
-        if not rest:
-            return []
-        return [Reasoning(self._space + rest)] if self._push == self._inside else [Text(rest)]
+        if self._push == self._inside:
+            text = self._space + rest
+            return [Reasoning(text)] if text and not (self._is_bare and text.isspace()) else []
+        return self._text(rest)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from pagecast_scheduler.frontend.config import FrontendConfig
+from pagecast_scheduler.frontend.constraint_checker import ConstraintChecker
 from pagecast_scheduler.frontend.engine_client import EngineClient
 from pagecast_scheduler.frontend.errors import Reason, Refusal, model_unknown
 from pagecast_scheduler.frontend.limits import Limits, limits_of
@@ -19,6 +20,7 @@ class ServiceState:
     engine: EngineClient
     prompts: PromptMaker
     namespace_key: bytes
+    constraints: ConstraintChecker = field(default_factory=ConstraintChecker)
     is_announcing_end: bool = False  # health says NOT_SERVING, requests are still taken
     is_draining: bool = False  # requests are refused
     ending: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end of their own end now

@@ -8,16 +8,20 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from pagecast_scheduler.frontend.answer_parser import AnswerParser, AnswerPlan
 from pagecast_scheduler.frontend.detokenizer import Detokenizer
-from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, of_rejected
+from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, of_finished, of_rejected
+from pagecast_scheduler.frontend.output_sequence import OutputSequence
 from pagecast_scheduler.frontend.principals import ANONYMOUS, Principal
+from pagecast_scheduler.frontend.prompt_logprobs import PromptRecords
 from pagecast_scheduler.frontend.quotas import Lease
+from pagecast_scheduler.frontend.tokenizer import Tokenizer
 from pagecast_scheduler.frontend.validation import CheckedSpec
-from pagecast_wire.intake import Finished, Pause, Phase, Progress, Rejected, StopAt, Submit, Usage
+from pagecast_wire.intake import Finished, Pause, Phase, Progress, PromptLogprobs, Rejected, StopAt, Submit, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason
 
 PAUSE_ABOVE_TOKENS = 1024
@@ -26,7 +30,8 @@ PAUSE_ABOVE_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A valid request, tokenized. `submit` bears no key yet; the engine client gives one. deadline: monotonic seconds, or None."""
+    """A valid request, tokenized. `submit` bears no key yet; the engine client gives one. deadline: monotonic seconds, or None.
+    answer: the forms that its output is read with."""
 
     request_id: str
     model: str
@@ -36,92 +41,26 @@ class PreparedRequest:
     num_prompt_tokens: int
     deadline: float | None
     principal: Principal = ANONYMOUS
+    answer: AnswerPlan = field(default_factory=AnswerPlan)
 
 
-class OutputSequence:
-    """One output sequence: ids received, how many are delivered, and its text."""
-
-    def __init__(self, index: int, detokenizer: Detokenizer | None, eager: bool) -> None:
-        """detokenizer: None when neither text nor a stop text is wanted. eager: text is made on arrival, to find stop texts at once."""
-        self.index = index
-        self.ids = array("I")
-        self.num_delivered = 0
-        self.finished: Finished | None = None
-        self.is_reported = False
-        self._detokenizer = detokenizer
-        self._eager = eager
-        self._text: list[str] = []
-        self._keep: int | None = None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens that belong to the output: all received, or those up to the one that completed a stop text."""
-        return len(self.ids) if self._keep is None else self._keep
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop text that ended the sequence."""
-        return None if self._detokenizer is None else self._detokenizer.matched
-
-    def receive(self, offset: int, tokens: memoryview) -> bool:
-        """Takes tokens (packed u32) whose first has this offset; repeated ones are dropped. Returns whether a stop text was completed.
-
-        Raises IndexError on a gap.
-        """
-        if self._keep is not None:
-            return False  # sampled before the scheduler heard of the stop text
-        ids = self.ids
-        known = len(ids)
-        if offset != known:
-            if offset > known:
-                raise IndexError(f"token offset {offset} after {known} tokens")
-            tokens = tokens[4 * (known - offset) :]
-        ids.frombytes(tokens)
-        if self._eager:
-            return self._advance(known)
-        return False
-
-    def _advance(self, start: int) -> bool:
-        detokenizer = self._detokenizer
-        assert detokenizer is not None
-        self._text.append(detokenizer.push(self.ids[start:]))
-        return self._note_match()
-
-    def _note_match(self) -> bool:
-        detokenizer = self._detokenizer
-        if detokenizer is None or detokenizer.matched is None or self._keep is not None:
-            return False
-        self._keep = detokenizer.keep
-        del self.ids[self._keep :]
-        return True
-
-    def end(self, finished: Finished) -> None:
-        """The scheduler says that the sequence is over."""
-        self.finished = finished
-
-    def take(self) -> "tuple[int, array[int], str]":
-        """What has not been delivered yet: (offset of the first id, ids, text), now counted as delivered."""
-        first, end = self.num_delivered, self.num_output_tokens
-        ids = self.ids[first:end]
-        self.num_delivered = end
-        if self._detokenizer is not None:
-            if not self._eager:
-                self._text.append(self._detokenizer.push(ids))
-            if self.finished is not None:
-                self._text.append(self._detokenizer.flush())
-                self._note_match()
-        text = "".join(self._text)
-        self._text.clear()
-        return first, ids, text
-
-    def result(self) -> tuple[FinishReason, str | None, int | None, Usage]:
-        """Reason, matched stop text or stop token id, and usage of a finished sequence; a stop text found here outranks the rest."""
-        assert self.finished is not None
-        usage = self.finished.usage
-        if self.matched_stop is not None:
-            return FinishReason.STOP, self.matched_stop, None, msgspec.structs.replace(usage, output_tokens=self.num_output_tokens)
-        stop_id = self.finished.stop_token_id
-        return self.finished.reason, None, stop_id if stop_id >= 0 else None, usage
+def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[OutputSequence]:
+    """The sequences of a request, empty."""
+    spec, answer = request.spec, request.answer
+    eager = bool(spec.stop_texts)
+    wanted = set(tokenizer.special_bytes()) if not spec.skip_special_tokens else set()
+    names = {name.encode() for name in answer.shown_specials}
+    shown = {i: name for i, name in tokenizer.special_bytes().items() if i in wanted or name in names}
+    made = []
+    for index in range(request.submit.num_sequences):
+        detokenizer = None
+        if spec.want_text or eager:
+            detokenizer = Detokenizer(
+                tokenizer, spec.stop_texts, spec.min_output_tokens, include_stop=spec.include_stop, shown=shown
+            )
+        parser = None if answer.is_plain else AnswerParser(answer, request.request_id, index)
+        made.append(OutputSequence(index, detokenizer, eager, parser))
+    return made
 
 
 class RequestStream:
@@ -140,6 +79,8 @@ class RequestStream:
         self.queue_position: int | None = None
         self.failure: Refusal | None = None
         self.progress: Progress | None = None
+        self.failed_usage: Usage | None = None
+        self.prompt_records = PromptRecords(request.submit) if request.submit.sampling.num_prompt_logprobs >= 0 else None
         self.is_progress_due = False
         self.started = time.monotonic()
         self.last_write = self.started
@@ -174,6 +115,18 @@ class RequestStream:
         if self.queue_position is None:
             return 0
         return self.request.num_prompt_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
+    def usage_so_far(self) -> dict[str, str]:
+        """Usage of a call that failed, as ErrorInfo metadata: what the scheduler counted at the end, else what arrived."""
+        ends = [s.finished.usage for s in self.sequences if s.finished is not None]
+        ends += [self.failed_usage] if self.failed_usage is not None else []
+        cached = ends[0].cached_tokens if ends else self.progress.cached_tokens if self.progress is not None else 0
+        counts = {
+            "prompt_tokens": self.request.num_prompt_tokens,
+            "cached_prompt_tokens": cached,
+            "output_tokens": sum(s.num_output_tokens for s in self.sequences),
+            "recomputed_tokens": sum(u.recomputed_tokens for u in ends),
+        }
+        return {name: str(value) for name, value in counts.items()}
 
     def on_accepted(self, queue_position: int) -> None:
         """Admission to the queue; repeated after a resubmission."""
@@ -196,6 +149,15 @@ class RequestStream:
                 self._send(Pause(key=self.key, paused=True))
             self._wake()
 
+    def on_logprobs(self, record: TokenLogprobs) -> None:
+        """Log-probabilities of one output token; they come with the batch that brings the token."""
+        self.sequences[record.sequence].receive_logprobs(record)
+
+    def on_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        """Log-probabilities of some of the prompt's tokens."""
+        if self.prompt_records is not None and self.prompt_records.receive(part) and self.is_streaming:
+            self._wake()
+
     def on_progress(self, progress: Progress) -> None:
         """Phase or prefill progress; a new phase other than decoding, which tokens show, is reported at once."""
         self.progress = progress
@@ -208,7 +170,8 @@ class RequestStream:
     def on_finished(self, finished: Finished) -> None:
         """End of one sequence."""
         if finished.reason in OF_FINISH:
-            self.fail(Refusal(OF_FINISH[finished.reason]))
+            self.failed_usage = finished.usage
+            self.fail(of_finished(finished))
             return
         self.sequences[finished.sequence].end(finished)
         if self.is_streaming or self.is_done:
@@ -241,6 +204,8 @@ class RequestStream:
 
     def has_output(self) -> bool:
         """Whether a handler has something to deliver."""
+        if self.prompt_records is not None and self.prompt_records.has_new:
+            return True
         return self.failure is not None or self.is_progress_due or any(
             s.num_delivered < s.num_output_tokens or (s.finished is not None and not s.is_reported) for s in self.sequences
         )

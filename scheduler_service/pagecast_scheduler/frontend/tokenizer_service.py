@@ -4,9 +4,9 @@ from typing import Any
 
 from pagecast.v1 import tokenizer_pb2 as pb
 from pagecast.v1 import tokenizer_pb2_grpc
+from pagecast_scheduler.frontend.chat_rules import check_chat
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 from pagecast_scheduler.frontend.service_state import ServiceState
-from pagecast_scheduler.frontend.validation import check_chat
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):

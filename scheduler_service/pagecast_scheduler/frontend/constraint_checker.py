@@ -1,0 +1,86 @@
+"""Runs the child process that compiles constraints for a check: with a time limit, a bounded queue, and a memory of what passed."""
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+
+from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
+from pagecast_wire.sampling import Constraint
+
+MAX_SECONDS = 4.0
+"""A constraint that takes longer is refused; ordinary ones take milliseconds. The child's first start is not counted."""
+START_SECONDS = 60.0
+MAX_WAITING = 64
+MAX_KNOWN = 1024
+"""Constraints remembered by hash as good."""
+MAX_LINE = 1 << 20
+
+
+class ConstraintChecker:
+    """Owns the child. One check at a time: they are short, and what is not short is killed."""
+
+    def __init__(self) -> None:
+        self._child: Process | None = None
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+        self._good: dict[bytes, None] = {}
+
+    async def check(self, constraint: Constraint | None, path: str) -> Constraint | None:
+        """The same constraint. Raises Refusal if it does not compile in time."""
+        if constraint is None:
+            return None
+        key = hashlib.sha256(f"{int(constraint.kind)}\n{constraint.text}".encode()).digest()
+        if key in self._good:
+            return constraint
+        if self._num_waiting >= MAX_WAITING:
+            raise Refusal(Reason.OVERLOADED, message="too many constraints are being checked")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                fault = await self._ask(constraint)
+        finally:
+            self._num_waiting -= 1
+        if fault:
+            raise Refusal(Reason.CONSTRAINT_INVALID, violations=(Violation(path, fault),))
+        if len(self._good) >= MAX_KNOWN:
+            del self._good[next(iter(self._good))]
+        self._good[key] = None
+        return constraint
+
+    async def _ask(self, constraint: Constraint) -> str:
+        child = await self._started()
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            child.stdin.write(json.dumps([constraint.kind.name.lower(), constraint.text]).encode() + b"\n")
+            answer = await asyncio.wait_for(child.stdout.readline(), MAX_SECONDS)
+        except asyncio.CancelledError:
+            self.close()  # its answer would be taken for the next one's
+            raise
+        except (TimeoutError, ConnectionError):
+            self.close()
+            return f"takes more than {MAX_SECONDS:g} s to compile"
+        if not answer:
+            self.close()
+            return "takes more memory to compile than the server allows"
+        return str(json.loads(answer))
+
+    async def _started(self) -> Process:
+        if self._child is not None and self._child.returncode is None:
+            return self._child
+        module = "pagecast_scheduler.frontend.constraint_child"
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE
+        )
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(b'["regex", "a"]\n')  # answered when everything is loaded
+        await asyncio.wait_for(self._child.stdout.readline(), START_SECONDS)
+        return self._child
+
+    def close(self) -> None:
+        """Ends the child; the next check starts another."""
+        if self._child is not None and self._child.returncode is None:
+            self._child.kill()
+        self._child = None

@@ -1,0 +1,34 @@
+"""Log-probabilities of a prompt's tokens, gathered until they are delivered."""
+
+from pagecast_wire.intake import PromptLogprobs, Submit
+
+
+class PromptRecords:
+    """Parts that have arrived, in order; parts that come again after a scheduler was lost are dropped."""
+
+    def __init__(self, submit: Submit) -> None:
+        self.prompt = submit.prompt
+        self.num_next = 1
+        self._new: list[tuple[int, PromptLogprobs]] = []
+        self._is_first = True
+
+    @property
+    def has_new(self) -> bool:
+        """Whether something is to be delivered."""
+        return bool(self._new)
+
+    def receive(self, part: PromptLogprobs) -> bool:
+        """Takes a part. Whether it held anything new; raises IndexError on a gap."""
+        end = part.start + len(part.logprobs) // 4
+        if part.start > self.num_next:
+            raise IndexError(f"prompt position {part.start} after {self.num_next}")
+        if end <= self.num_next:
+            return False
+        self._new.append((self.num_next - part.start, part))
+        self.num_next = end
+        return True
+
+    def take(self) -> list[tuple[int, PromptLogprobs]]:
+        """What was not delivered yet: (records to pass over, part) each."""
+        new, self._new = self._new, []
+        return new
