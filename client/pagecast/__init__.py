@@ -8,7 +8,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncClient": "client", "Client": "sync", "LLM": "llm", "AsyncLLM": "llm", "SamplingParams": "sampling", "RequestOutput": "llm",
-    "CompletionOutput": "llm", "PagecastError": "errors", "RpcError": "errors", "Tls": "access",
+    "CompletionOutput": "llm", "Tool": "types", "ToolCall": "types", "ChatMessage": "types",
+    "PagecastError": "errors", "RpcError": "errors", "Tls": "access",
 }
 """Public name to the module that defines it."""
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from pagecast.llm import RequestOutput as RequestOutput
     from pagecast.sampling import SamplingParams as SamplingParams
     from pagecast.sync import Client as Client
+    from pagecast.types import ChatMessage as ChatMessage
+    from pagecast.types import Tool as Tool
+    from pagecast.types import ToolCall as ToolCall
 
 
 def __getattr__(name: str) -> Any:

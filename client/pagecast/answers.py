@@ -1,12 +1,14 @@
 """Turns the API's answer messages into this package's values."""
 
+from collections.abc import Iterable
+
 from google.protobuf.duration_pb2 import Duration
 
 from pagecast import types
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import model_pb2, runtime_pb2
 
-_REASONS: dict[int, types.FinishReason] = {1: "stop", 2: "length", 3: "time_limit"}
+_REASONS: dict[int, types.FinishReason] = {1: "stop", 2: "length", 3: "time_limit", 4: "constraint_complete"}
 _PHASES: dict[int, types.Phase] = {1: "queued", 2: "prefilling", 3: "decoding", 4: "paused_slow_consumer", 5: "recovering", 6: "stalled"}
 _STATES: dict[int, types.ServingState] = {1: "starting", 2: "serving", 3: "recovering", 4: "stalled", 5: "draining"}
 
@@ -16,7 +18,11 @@ def event(message: pb.StreamEvent) -> types.Event | None:
     kind = message.WhichOneof("event")
     if kind == "tokens":
         new = message.tokens
-        return types.Tokens(message.seq, new.sequence_index, new.first_token_offset, tuple(new.token_ids), new.text)
+        calls = tuple(types.ToolCallDelta(c.index, c.id, c.name, c.arguments) for c in new.tool_calls)
+        return types.Tokens(
+            message.seq, new.sequence_index, new.first_token_offset, tuple(new.token_ids), new.text, logprobs(new.logprobs),
+            new.reasoning_text, calls,
+        )
     if kind == "accepted":
         got = message.accepted
         return types.Accepted(
@@ -32,6 +38,8 @@ def event(message: pb.StreamEvent) -> types.Event | None:
         end = message.sequence_finished
         reason = _REASONS.get(end.reason, "unspecified")
         return types.SequenceFinished(message.seq, end.sequence_index, reason, matched(end), usage(end.usage))
+    if kind == "prompt":
+        return types.PromptLogprobs(message.seq, message.prompt.first_position, logprobs(message.prompt.logprobs))
     if kind == "completed":
         done = message.completed
         return types.Completed(message.seq, usage(done.usage), timings(done.timings), done.num_recoveries)
@@ -40,19 +48,40 @@ def event(message: pb.StreamEvent) -> types.Event | None:
 
 def generation(message: pb.GenerateResponse) -> types.Generation:
     """A whole result."""
-    sequences = tuple(
-        types.Sequence(s.sequence_index, s.text, tuple(s.token_ids), _REASONS.get(s.reason, "unspecified"), matched(s), usage(s.usage))
-        for s in message.sequences
-    )
     return types.Generation(
-        message.request_id, message.model, message.model_digest, effective(message.effective), sequences, usage(message.usage),
-        timings(message.timings), message.num_recoveries,
+        message.request_id, message.model, message.model_digest, effective(message.effective), tuple(map(sequence, message.sequences)),
+        usage(message.usage), timings(message.timings), message.num_recoveries, logprobs(message.prompt_logprobs),
+    )
+
+
+def sequence(message: pb.GeneratedSequence) -> types.Sequence:
+    """One whole output."""
+    calls = tuple(types.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls)
+    return types.Sequence(
+        message.sequence_index, message.text, tuple(message.token_ids), _REASONS.get(message.reason, "unspecified"), matched(message),
+        usage(message.usage), logprobs(message.logprobs), message.reasoning_text, calls,
+    )
+
+
+def logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[types.TokenLogprob, ...]:
+    """Log-probability records."""
+    return tuple(
+        types.TokenLogprob(
+            m.token_id, m.logprob if m.HasField("logprob") else None,
+            tuple(types.Alternative(t.token_id, t.logprob, t.token_bytes) for t in m.top), m.token_bytes,
+        )
+        for m in messages
     )
 
 
 def effective(message: pb.EffectiveParameters) -> types.Effective:
     return types.Effective(
-        message.temperature, message.top_k, message.top_p, message.min_p, message.seed, message.max_output_tokens, message.min_output_tokens
+        message.temperature, message.top_k, message.top_p, message.min_p, message.seed, message.max_output_tokens,
+        message.min_output_tokens, message.presence_penalty, message.frequency_penalty, message.repetition_penalty, message.num_sequences,
+        message.ignore_eos, message.include_stop_in_output, message.skip_special_tokens,
+        message.logprobs_top_n if message.HasField("logprobs_top_n") else None,
+        message.prompt_logprobs_top_n if message.HasField("prompt_logprobs_top_n") else None,
+        message.tool_call_format, message.reasoning_format,
     )
 
 
@@ -84,6 +113,8 @@ def model(message: model_pb2.Model) -> types.Model:
         message.name, message.architecture, message.digest, message.dtype, message.num_parameters, message.vocab_size,
         message.kv_bytes_per_token, message.quantization, tuple(message.end_token_ids), limits,
         known.chat if known.HasField("chat") else None, known.prefix_cache if known.HasField("prefix_cache") else None,
+        tuple(known.constraints), known.tool_call_format if known.HasField("tool_call_format") else None,
+        known.reasoning_format if known.HasField("reasoning_format") else None,
     )
 
 

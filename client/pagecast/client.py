@@ -117,9 +117,10 @@ class AsyncClient:
         request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._ask(self._tokenizer.Detokenize(request, metadata=self._metadata))).text
 
-    async def render_chat(self, messages: requests.Chat, *, model: str = "") -> types.RenderedChat:
-        """What a conversation becomes under the model's own template."""
-        request = tokenizer_pb2.RenderChatRequest(model=model, chat=requests.chat_prompt(messages))
+    async def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
+        """What a conversation becomes under the model's own template. options: those of conversations, and model."""
+        request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=requests.chat_prompt(messages))
+        requests.fill_chat(request.chat, options)
         answer = await self._ask(self._tokenizer.RenderChat(request, metadata=self._metadata))
         return types.RenderedChat(answer.text, tuple(answer.token_ids))
 

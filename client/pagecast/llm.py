@@ -24,13 +24,17 @@ _PRIVATE = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1 << 40}
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One output. stop_reason: the stop text or token id that ended it, None for another reason."""
+    """One output. stop_reason: the stop text or token id that ended it, None for another reason. logprobs: one for each id, if asked
+    for."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: types.FinishReason
     stop_reason: str | int | None
+    logprobs: tuple[types.TokenLogprob, ...] = ()
+    reasoning_text: str = ""
+    tool_calls: tuple[types.ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,18 @@ class RequestOutput:
     num_cached_tokens: int
     seed: int
     timings: types.Timings
+    prompt_logprobs: tuple[types.TokenLogprob, ...] = ()
 
     @classmethod
     def of(cls, prompt: requests.Prompt, result: types.Generation) -> Self:
-        outputs = tuple(CompletionOutput(s.index, s.text, s.token_ids, s.reason, s.matched_stop) for s in result.sequences)
+        outputs = tuple(
+            CompletionOutput(s.index, s.text, s.token_ids, s.reason, s.matched_stop, s.logprobs, s.reasoning_text, s.tool_calls)
+            for s in result.sequences
+        )
         usage = result.usage
         return cls(
-            result.request_id, prompt, outputs, usage.prompt_tokens, usage.cached_prompt_tokens, result.effective.seed, result.timings
+            result.request_id, prompt, outputs, usage.prompt_tokens, usage.cached_prompt_tokens, result.effective.seed, result.timings,
+            result.prompt_logprobs,
         )
 
 

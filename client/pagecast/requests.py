@@ -1,17 +1,20 @@
 """Turns what a caller says into the API's request messages. Checks only what the messages cannot hold; the server the rest."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
 
 from pagecast.sampling import SamplingParams
-from pagecast.types import ChatMessage
+from pagecast.types import ChatMessage, Tool
 from pagecast.v1 import generation_pb2 as pb
 
-Chat = Sequence[ChatMessage | Mapping[str, str]]
+Chat = Sequence[ChatMessage | Mapping[str, Any]]
 Prompt = str | Sequence[int] | Chat
-"""Text; token ids; or a conversation, as ChatMessage values or mappings with `role` and `content`."""
+"""Text; token ids; or a conversation, as ChatMessage values or mappings with their fields."""
+
+ToolChoice = Literal["auto", "none", "required"]
 
 Priority = Literal["batch", "normal", "interactive"]
 
@@ -21,6 +24,9 @@ class RequestOptions(TypedDict, total=False):
 
     timeout: the call's deadline; the server stops the request when it passes. time_budget: end well, with what there is, after
     this time. max_queue_time: fail rather than wait longer. progress_interval: a Progress event after so long a silence.
+
+    For conversations: tools that the model may call; tool_choice, or tool_name for the one tool to call; template_kwargs: values that the
+    model's template reads, such as {"enable_thinking": False}; add_generation_prompt: whether the assistant's turn is begun.
     """
 
     model: str
@@ -32,6 +38,11 @@ class RequestOptions(TypedDict, total=False):
     priority: Priority
     cache_scope: str
     bypass_prefix_cache: bool
+    tools: Sequence[Tool]
+    tool_choice: ToolChoice
+    tool_name: str
+    template_kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
 
 
 def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions) -> pb.GenerationSpec:
@@ -41,6 +52,10 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
         raise TypeError(f"no request option {sorted(unknown)[0]!r}; there are {', '.join(sorted(RequestOptions.__annotations__))}")
     spec = pb.GenerationSpec(model=options.get("model", ""), request_id=options.get("request_id", ""))
     _set_prompt(spec, prompt)
+    if _CHAT_OPTIONS & options.keys():
+        if spec.WhichOneof("input") != "chat":
+            raise ValueError(f"{sorted(_CHAT_OPTIONS & options.keys())[0]} goes with a conversation, not with text or token ids")
+        fill_chat(spec.chat, options)
     (sampling or SamplingParams()).fill(spec)
     spec.cache.cache_scope = options.get("cache_scope", "")
     if "bypass_prefix_cache" in options:
@@ -62,10 +77,36 @@ def delivery(options: RequestOptions) -> pb.DeliveryOptions:
     return message
 
 
+_CHAT_OPTIONS = {"tools", "tool_choice", "tool_name", "template_kwargs", "add_generation_prompt"}
+
+
 def chat_prompt(messages: Chat) -> pb.ChatPrompt:
     """A conversation as the API's message."""
-    pairs = [(m.role, m.content) if isinstance(m, ChatMessage) else (m["role"], m["content"]) for m in messages]
-    return pb.ChatPrompt(messages=[pb.ChatMessage(role=role, content=content) for role, content in pairs])
+    values = [m if isinstance(m, ChatMessage) else ChatMessage(**{**m, "content": m.get("content") or ""}) for m in messages]
+    return pb.ChatPrompt(
+        messages=[
+            pb.ChatMessage(
+                role=m.role, content=m.content, tool_call_id=m.tool_call_id, name=m.name, reasoning_text=m.reasoning_text,
+                tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in m.tool_calls],
+            )
+            for m in values
+        ]
+    )
+
+
+def fill_chat(chat: pb.ChatPrompt, options: RequestOptions) -> None:
+    """Write what the options say of a conversation."""
+    for tool in options.get("tools", ()):
+        schema = "" if tool.parameters is None else json.dumps(tool.parameters)
+        chat.tools.add(name=tool.name, description=tool.description, parameters_json_schema=schema)
+    name = options.get("tool_name", "")
+    if name or "tool_choice" in options:
+        choice = options.get("tool_choice", "required")
+        chat.tool_choice.CopyFrom(pb.ToolChoice(mode=pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{choice.upper()}"), name=name))
+    if "template_kwargs" in options:
+        chat.template_kwargs.update(options["template_kwargs"])
+    if "add_generation_prompt" in options:
+        chat.add_generation_prompt = options["add_generation_prompt"]
 
 
 def duration(seconds: float) -> Duration:

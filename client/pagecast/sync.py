@@ -114,9 +114,10 @@ class Client:
         text: str = self._ask(self._tokenizer.Detokenize, request).text
         return text
 
-    def render_chat(self, messages: requests.Chat, *, model: str = "") -> types.RenderedChat:
-        """What a conversation becomes under the model's own template."""
-        request = tokenizer_pb2.RenderChatRequest(model=model, chat=requests.chat_prompt(messages))
+    def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
+        """What a conversation becomes under the model's own template. options: those of conversations, and model."""
+        request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=requests.chat_prompt(messages))
+        requests.fill_chat(request.chat, options)
         answer = self._ask(self._tokenizer.RenderChat, request)
         return types.RenderedChat(answer.text, tuple(answer.token_ids))
 

@@ -1,25 +1,52 @@
 """What calls return, as frozen values. Times are seconds. Field names are the API's; nothing here knows gRPC."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "time_limit", "unspecified"]
+FinishReason = Literal["stop", "length", "time_limit", "constraint_complete", "unspecified"]
 Phase = Literal["queued", "prefilling", "decoding", "paused_slow_consumer", "recovering", "stalled", "unspecified"]
 ServingState = Literal["starting", "serving", "recovering", "stalled", "draining", "unspecified"]
 HealthStatus = Literal["UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"]
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function. arguments: JSON text of an object, as the model wrote it; cut short if the output was."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. parameters: a JSON Schema of its arguments; None takes none."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation. role: "system", "user", "assistant", or another that the model's template knows."""
+    """One message of a conversation. role: "system", "user", "assistant", "tool", or another that the model's template knows.
+
+    tool_calls: calls that an assistant's message made. tool_call_id: of a tool's message, the call that it answers.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Effective:
-    """The sampling values that are really used, defaults applied. seed is the one drawn if none was given."""
+    """The values that are really used, defaults applied. seed is the one drawn if none was given. logprobs, prompt_logprobs: None where
+    none are delivered. tool_call_format, reasoning_format: what is read from the output, "" for nothing."""
 
     temperature: float
     top_k: int
@@ -28,6 +55,17 @@ class Effective:
     seed: int
     max_tokens: int
     min_tokens: int
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tool_call_format: str = ""
+    reasoning_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +114,59 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """One of the likeliest tokens of a position. token_bytes: what it stands for, as far as single tokens have bytes."""
+
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the model's own logits, before temperature, penalties and masks; None for a prompt's first.
+    top: the likeliest tokens of the position, best first."""
+
+    token_id: int
+    logprob: float | None
+    top: tuple[Alternative, ...]
+    token_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Records of prompt tokens from position first_position on; the first of all is of position 0. Before any Tokens."""
+
+    seq: int
+    first_position: int
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of the sequence's tool call number index. The first piece has id and name; arguments of all, joined, are JSON text."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """New output of one sequence: token ids from offset first_token_offset on, and text that is always complete characters."""
+    """New output of one sequence: token ids from offset first_token_offset on, and text that is always complete characters.
+
+    logprobs: one for each id, if asked for. reasoning_text and tool_calls: what was parsed out of the text, no part of `text`.
+    """
 
     seq: int
     sequence_index: int
     first_token_offset: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning_text: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +190,7 @@ class Completed:
     num_recoveries: int
 
 
-Event = Accepted | Progress | Tokens | SequenceFinished | Completed
+Event = Accepted | Progress | PromptLogprobs | Tokens | SequenceFinished | Completed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +203,14 @@ class Sequence:
     reason: FinishReason
     matched_stop: str | int | None
     usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning_text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The whole result of a request."""
+    """The whole result of a request: every sequence of it. prompt_logprobs: one for each prompt token, if asked for."""
 
     request_id: str
     model: str
@@ -134,6 +220,7 @@ class Generation:
     usage: Usage
     timings: Timings
     num_recoveries: int
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
@@ -171,11 +258,29 @@ class Limits:
     block_size: int
     max_chat_messages: int
     max_cache_scope_length: int
+    max_penalty: float
+    max_repetition_penalty: float
+    max_num_sequences: int
+    max_logit_bias_tokens: int
+    max_logit_bias: float
+    max_allowed_token_ids: int
+    max_bad_sequences: int
+    max_bad_sequence_tokens: int
+    max_logprobs: int
+    max_prompt_logprobs_tokens: int
+    max_constraint_bytes: int
+    max_constraint_depth: int
+    max_choices: int
+    max_tools: int
+    max_tools_bytes: int
+    max_template_kwargs_bytes: int
+    max_rendered_chars: int
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model. chat and prefix_cache: None if the server does not say."""
+    """A served model. chat and prefix_cache: None if the server does not say. constraints: kinds of structured output.
+    tool_call_format, reasoning_format: None where no form is known."""
 
     name: str
     architecture: str
@@ -189,6 +294,9 @@ class Model:
     limits: Limits
     chat: bool | None
     prefix_cache: bool | None
+    constraints: tuple[str, ...] = ()
+    tool_call_format: str | None = None
+    reasoning_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,10 @@ def violations(message: pb.GenerationSpec) -> dict[str, str]:
     return {}
 
 
+def bias(*pairs: tuple[int, float]) -> pb.GenerationSpec:
+    return sampling(logit_bias=[pb.TokenBias(token_id=token_id, bias=value) for token_id, value in pairs])
+
+
 def sampling(**fields: Any) -> pb.GenerationSpec:
     return spec(sampling=pb.SamplingOptions(**fields))
 
@@ -51,6 +55,10 @@ SAMPLING = {
     "top_p": ([1e-6, 0.5, 1.0], [0.0, -0.1, 1.0000001, 1.5, *BAD_FLOATS]),
     "min_p": ([0.0, 0.5, 1.0], [-0.1, 1.0000001, *BAD_FLOATS]),
     "top_k": ([0, 1, 512], [513, 1 << 31, (1 << 32) - 1]),
+    "presence_penalty": ([-2.0, 0.0, 2.0], [-2.1, 2.1, *BAD_FLOATS]),
+    "frequency_penalty": ([-2.0, 0.0, 2.0], [-2.1, 2.1, *BAD_FLOATS]),
+    "repetition_penalty": ([1e-3, 1.0, 10.0], [0.0, -1.0, 10.1, *BAD_FLOATS]),
+    "num_sequences": ([1, 64], [0, 65, (1 << 32) - 1]),
 }
 
 
@@ -107,6 +115,23 @@ def test_tiny_temperatures_are_greedy() -> None:
         (stopping(stop_texts=["x"] * 17), "spec.stopping.stop_texts"),
         (stopping(stop_token_ids=[3, 512]), "spec.stopping.stop_token_ids[1]"),
         (stopping(stop_token_ids=[3] * 129), "spec.stopping.stop_token_ids"),
+        (bias((1, 0.5), (512, 1)), "spec.sampling.logit_bias[1].token_id"),
+        (bias((1, 0.5), (1, 1)), "spec.sampling.logit_bias[1].token_id"),
+        (bias((1, math.nan)), "spec.sampling.logit_bias[0].bias"),
+        (bias((1, -math.inf)), "spec.sampling.logit_bias[0].bias"),
+        (bias((1, 100.5)), "spec.sampling.logit_bias[0].bias"),
+        (bias(*[(i, 1.0) for i in range(100_000)]), "spec.sampling.logit_bias"),
+        (sampling(allowed_token_ids=pb.TokenIds()), "spec.sampling.allowed_token_ids.ids"),
+        (sampling(allowed_token_ids=pb.TokenIds(ids=[1, 512])), "spec.sampling.allowed_token_ids.ids[1]"),
+        (sampling(allowed_token_ids=pb.TokenIds(ids=[1, 1])), "spec.sampling.allowed_token_ids.ids[1]"),
+        (sampling(allowed_token_ids=pb.TokenIds(ids=range(9000))), "spec.sampling.allowed_token_ids.ids"),
+        (sampling(bad_words=["ok", ""]), "spec.sampling.bad_words[1]"),
+        (sampling(bad_words=["w"] * 129), "spec.sampling.bad_words"),
+        (sampling(bad_token_sequences=[pb.TokenIds()]), "spec.sampling.bad_token_sequences[0].ids"),
+        (sampling(bad_token_sequences=[pb.TokenIds(ids=[1, 512])]), "spec.sampling.bad_token_sequences[0].ids[1]"),
+        (sampling(bad_token_sequences=[pb.TokenIds(ids=[1] * 17)]), "spec.sampling.bad_token_sequences[0].ids"),
+        (spec(output=pb.OutputOptions(logprobs=pb.LogprobsOptions(top_n=21))), "spec.output.logprobs.top_n"),
+        (spec(output=pb.OutputOptions(prompt_logprobs=pb.LogprobsOptions(top_n=1 << 31))), "spec.output.prompt_logprobs.top_n"),
         (spec(cache=pb.CacheOptions(cache_scope="s" * 129)), "spec.cache.cache_scope"),
         (stopping(time_budget={"seconds": 0}), "spec.stopping.time_budget"),
         (stopping(time_budget={"seconds": -1}), "spec.stopping.time_budget"),
@@ -124,6 +149,10 @@ def test_a_bad_field_is_named_by_its_path(message: pb.GenerationSpec, path: str)
         pb.GenerationSpec(prompt_text=" "),
         pb.GenerationSpec(prompt_text="\x00\u202e🙂"),
         spec(request_id="x" * 128),
+        bias((0, -100.0), (511, 100.0)),
+        sampling(allowed_token_ids=pb.TokenIds(ids=range(512))),
+        sampling(bad_words=["w" * 1024] * 64, bad_token_sequences=[pb.TokenIds(ids=[511] * 16)] * 64),
+        spec(output=pb.OutputOptions(logprobs=pb.LogprobsOptions(top_n=20), prompt_logprobs=pb.LogprobsOptions())),
         stopping(max_output_tokens=255),
         stopping(max_output_tokens=4, min_output_tokens=4),
         stopping(stop_texts=["x" * 1024] * 16, stop_token_ids=[511] * 128),

@@ -1,6 +1,7 @@
 """Prints one stream as it comes and measures it. Shared by `generate` and `chat`."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,9 +62,17 @@ def _take(event: Event, answer: Answer, now: float) -> None:
             answer.first_token, answer.num_first = now, len(event.token_ids)
         answer.num_tokens += len(event.token_ids)
         answer.text += event.text
-        print(event.text, end="", flush=True)
+        print(_shown(event), end="", flush=True)
     elif isinstance(event, SequenceFinished):
         answer.reason = event.reason
+
+
+def _shown(event: Tokens) -> str:
+    """What of an event is printed: reasoning faintly where that can be, each tool call on a line of its own."""
+    faint, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    reasoning = f"{faint}{event.reasoning_text}{plain}" if event.reasoning_text else ""
+    calls = "".join((f"\n{call.name} " if call.id else "") + call.arguments for call in event.tool_calls)
+    return reasoning + event.text + calls
 
 
 @contextmanager

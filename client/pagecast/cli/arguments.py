@@ -60,8 +60,18 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up this share")
     parser.add_argument("--min-p", type=float, metavar="P", help="keep tokens at least this share as likely as the likeliest")
+    parser.add_argument("--presence-penalty", type=float, metavar="X", help="against tokens that the answer holds, -2 to 2")
+    parser.add_argument("--frequency-penalty", type=float, metavar="X", help="the same for each time that it holds them, -2 to 2")
+    parser.add_argument("--repetition-penalty", type=float, metavar="X", help="against tokens of prompt and answer; 1 is off")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end token")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--json-schema", type=_text, metavar="JSON", help="the answer fits this JSON Schema; @FILE reads it")
+    kinds.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+    kinds.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression")
+    kinds.add_argument("--choice", action="append", metavar="TEXT", help="the answer is one of these texts; give it several times")
+    kinds.add_argument("--grammar", type=_text, metavar="LARK", help="the answer is of this Lark grammar; @FILE reads it")
 
 
 def _seconds(text: str) -> float:
@@ -71,8 +81,20 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _text(value: str) -> str:
+    """An argument's text, or that of the file it names after an @."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {value[1:]}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+
+
 def sampling(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed, max_tokens=args.max_tokens,
-        stop=args.stop,
+        stop=args.stop, presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty,
+        repetition_penalty=args.repetition_penalty, ignore_eos=args.ignore_eos, json_schema=args.json_schema,
+        json_object=args.json_object, regex=args.regex, choices=args.choice, grammar=args.grammar,
     )

@@ -57,13 +57,13 @@ class ConstraintChecker:
             child.stdin.write(json.dumps([constraint.kind.name.lower(), constraint.text]).encode() + b"\n")
             answer = await asyncio.wait_for(child.stdout.readline(), MAX_SECONDS)
         except asyncio.CancelledError:
-            self.close()  # its answer would be taken for the next one's
+            self._kill()  # its answer would be taken for the next one's
             raise
         except (TimeoutError, ConnectionError):
-            self.close()
+            self._kill()
             return f"takes more than {MAX_SECONDS:g} s to compile"
         if not answer:
-            self.close()
+            self._kill()
             return "takes more memory to compile than the server allows"
         return str(json.loads(answer))
 
@@ -79,8 +79,15 @@ class ConstraintChecker:
         await asyncio.wait_for(self._child.stdout.readline(), START_SECONDS)
         return self._child
 
-    def close(self) -> None:
+    def _kill(self) -> None:
         """Ends the child; the next check starts another."""
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
         self._child = None
+
+    async def close(self) -> None:
+        """Ends the child and waits for its end."""
+        child = self._child
+        self._kill()
+        if child is not None:
+            await child.wait()

@@ -50,7 +50,9 @@ def fault(kind: str, text: str, tokenizer: LLTokenizer) -> str:
 
 def plain(message: str) -> str:
     """A compiler's message as one short line."""
-    line = " ".join(message.split())
+    if message.startswith("NoExtensionBias"):  # llguidance's word for it
+        return "matches no text"
+    line = " ".join(message.partition("<state>")[0].split())
     return "".join(c for c in line if c.isprintable())[:MAX_TEXT]
 
 

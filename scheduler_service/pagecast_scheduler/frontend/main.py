@@ -204,7 +204,7 @@ class Frontend:
         self._prompts.close()
         self._guards.metrics.close()
         await asyncio.get_running_loop().run_in_executor(None, self._guards.spans.close)
-        self.state.constraints.close()
+        await self.state.constraints.close()
         log.info("stopped")
 
 
