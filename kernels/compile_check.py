@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from pagecast_kernels import configs, decode, elementwise, experts, gemv, logprobs, norms, prefill, rope, sampling, steps
+from pagecast_kernels import configs, decode, elementwise, experts, gemv, logprobs, norms, prefill, rope, sampling, shared_prefix, steps
 from pagecast_kernels.routing import Routing
 
 Variant = tuple[str, Callable[[], object]]
@@ -86,6 +86,14 @@ def attention_variants() -> Iterator[Variant]:
             f"paged_prefill {name}",
             lambda q=q, args=args, o=options: prefill.paged_prefill(q, *args, _ints(3), _ints(2), 0.1, max_query_len=64, **o),
         )
+
+
+def shared_variants() -> Iterator[Variant]:
+    for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 2, 256)):
+        q, cache = torch.zeros((2, heads, dim), dtype=torch.bfloat16), torch.zeros((4, kv_heads, 16, dim), dtype=torch.bfloat16)
+        shared = shared_prefix.SharedPrefixes(_ints(2), _ints(2), _ints(4, 4))
+        args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(2), 0.1, shared)
+        yield f"paged_decode_shared h{dim} g{heads // kv_heads}", lambda args=args: shared_prefix.paged_decode_shared(*args)
 
 
 def hopper_variants() -> Iterator[Variant]:
@@ -207,7 +215,8 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
-    every = [*attention_variants(), *hopper, *byte_cache_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
+    attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants()]
+    every = [*attention, *quantized_variants(), *other_variants(), *expert_variants()]
     for name, launch in every:
         if args.only not in name:
             continue

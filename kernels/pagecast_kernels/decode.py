@@ -31,6 +31,17 @@ class DecodeWorkspace:
     stats: Tensor
 
 
+@dataclass(frozen=True)
+class PrefixResults:
+    """Attention over tokens before skip int32[B], in `splits` summands: parts float32[B · Hq · splits, D], not yet divided; stats
+    float32[.., 2], maxima in base 2 and sums."""
+
+    skip: Tensor
+    parts: Tensor
+    stats: Tensor
+    splits: int
+
+
 def decode_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> DecodeWorkspace:
     """Workspace for at most max_seqs sequences. It may be made before a graph is captured and used inside it."""
     programs, rows = configs.max_decode_programs(device), num_heads // num_kv_heads
@@ -66,21 +77,19 @@ def _owner(tile, share, extra):
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
+    q, k_ptr, v_ptr, table, kv_head, length, start, count, scale, softcap, top, total, values,
     ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [ROWS, LANES] over `count` tiles from tile `first`: base-2 maxima, sums, and values not yet divided.
+    """Attention of q [ROWS, LANES] over `count` tiles from token `start` on top of (top, total, values): base-2 maxima, sums, and
+    values not yet divided.
 
     scale and softcap come from `configs.score_scale`: softcap · tanh is 1 - 2 / (exp2(score) + 1) times softcap.
     """
     lane = tl.arange(0, LANES)
     offset = tl.arange(0, TILE)
     head = kv_head * (BLOCK_SIZE * DIM)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, LANES), tl.float32)
-    token = first * TILE + offset
+    token = start + offset
     block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
     for _ in tl.range(0, count, num_stages=STAGES):
         run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + head + token % BLOCK_SIZE * DIM
@@ -105,6 +114,31 @@ def _attend(
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
         values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
+        top = new_top
+    return top, total, values
+
+
+@triton.jit
+def _resume(
+    parts_ptr, stats_ptr, head_row, prefixed,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """What shared_prefix left of one (sequence, KV head), its splits added up in order; nothing unless `prefixed`."""
+    row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, LANES), tl.float32)
+    for split in range(SPLITS):
+        held = prefixed & (row < GROUP)
+        slot = (head_row + row) * SPLITS + split
+        part_top = tl.load(stats_ptr + 2 * slot, held, float("-inf"))
+        part_total = tl.load(stats_ptr + 2 * slot + 1, held, 0.0)
+        part = tl.load(parts_ptr + slot[:, None] * DIM + lane[None, :], held[:, None] & (lane < DIM)[None, :], 0.0)
+        new_top = tl.maximum(top, part_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight, decay = tl.exp2(part_top - base), tl.exp2(top - base)
+        total = total * decay + part_total * weight
+        values = values * decay[:, None] + part * weight[:, None]
         top = new_top
     return top, total, values
 
@@ -149,11 +183,12 @@ def _combine(
 @triton.jit(do_not_specialize=["batch"])
 def _paged_decode(
     q_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
-    batch, table_stride, scale, softcap, k_scale_ptr, v_scale_ptr,
+    skip_ptr, prefix_parts_ptr, prefix_stats_ptr, batch, table_stride, scale, softcap, k_scale_ptr, v_scale_ptr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SCALED: tl.constexpr, ASM: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    # SPLITS > 0: tokens before skip are a shared prefix, whose results are in so many splits. Such batches have no window.
     # Tensor-core tiles have 16 rows or more; parts are combined in tiles of no more rows than there are.
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
     PARTS: tl.constexpr = max(WARPS * 2048 // (OWN * LANES), 1)
@@ -170,7 +205,10 @@ def _paged_decode(
 
     # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
     index = tl.arange(0, BATCH)
-    tiles = _tiles(tl.load(lens_ptr + index, index < batch, 0), WINDOW, TILE) * NUM_KV_HEADS
+    lengths = tl.load(lens_ptr + index, index < batch, 0)
+    if SPLITS > 0:
+        lengths -= tl.load(skip_ptr + index, index < batch, 0)
+    tiles = _tiles(lengths, WINDOW, TILE) * NUM_KV_HEADS
     ends = tl.cumsum(tiles, 0)
     all_tiles = tl.sum(tiles, 0)
     share, extra = all_tiles // programs, all_tiles % programs
@@ -181,7 +219,10 @@ def _paged_decode(
 
     while tile < end:
         length = tl.load(lens_ptr + sequence)
-        own = _tiles(length, WINDOW, TILE)
+        skip = length * 0
+        if SPLITS > 0:
+            skip = tl.load(skip_ptr + sequence)
+        own = _tiles(length - skip, WINDOW, TILE)
         if own == 0:
             sequence += 1
         else:
@@ -199,8 +240,15 @@ def _paged_decode(
                 )  # fmt: skip
                 values *= tl.load(v_scale_ptr + kv_head)
             else:
+                if SPLITS > 0:
+                    prefixed = (skip > 0) & (tile == head_begin)
+                    top, total, values = _resume(prefix_parts_ptr, prefix_stats_ptr, head_row, prefixed, GROUP, ROWS, DIM, LANES, SPLITS)
+                else:
+                    top = tl.full((ROWS,), float("-inf"), tl.float32)
+                    total = tl.zeros((ROWS,), tl.float32)
+                    values = tl.zeros((ROWS, LANES), tl.float32)
                 top, total, values = _attend(
-                    q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
+                    q, k_ptr, v_ptr, table, kv_head, length, skip + first * TILE, count, scale, softcap, top, total, values,
                     ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
                 )  # fmt: skip
             if count == own:
@@ -240,10 +288,12 @@ def paged_decode(
     config: configs.Decode | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    prefix: PrefixResults | None = None,
 ) -> Tensor:
     """See reference.paged_decode. q, caches and out are contiguous; at most 4,096 sequences.
 
-    Without a workspace one is allocated (and its counters cleared) by every call. config overrides the launch table.
+    Without a workspace one is allocated (and its counters cleared) by every call. config overrides the launch table. prefix: what
+    `shared_prefix` found for the first tokens of sequences that begin alike; not with a window.
     """
     batch, num_heads, dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -256,14 +306,18 @@ def paged_decode(
     if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
         raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")
     factor, cap = configs.score_scale(scale, softcap)
+    if prefix is not None and (window or k_scale is not None):
+        raise ValueError(f"sequences cannot share a prefix under a window of {window} tokens, nor in a cache of bytes")
+    before = (None, None, None) if prefix is None else (prefix.skip, prefix.parts, prefix.stats)
     if k_scale is not None:
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     _paged_decode[(config.programs,)](
-        q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
+        q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats, *before,
         batch, block_table.stride(0), factor, cap, k_scale, v_scale,
         num_kv_heads, group, block_size, dim, window, softcap != 0.0, k_scale is not None, not INTERPRETED,
         configs.lanes_for(batch),
         max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim), config.tile, config.stages, config.warps,
+        0 if prefix is None else prefix.splits,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out

@@ -9,11 +9,14 @@ from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
 from pagecast_kernels.rope import rope_and_write_kv
 from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
+from pagecast_kernels.shared_prefix import PrefixWorkspace, SharedPrefixes, make_prefix_workspace, paged_decode_shared
 from pagecast_kernels.steps import finish_rows, gather_rows
 
 __all__ = [
     "DecodeWorkspace",
+    "PrefixWorkspace",
     "SampleWorkspace",
+    "SharedPrefixes",
     "add_rms_norm",
     "copy_blocks",
     "decode_workspace",
@@ -22,8 +25,10 @@ __all__ = [
     "finish_rows",
     "gather_rows",
     "gelu_mul",
+    "make_prefix_workspace",
     "mixture",
     "paged_decode",
+    "paged_decode_shared",
     "paged_prefill",
     "rms_norm",
     "rope_and_write_kv",

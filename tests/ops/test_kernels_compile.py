@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper on a machine without one, in a process where the interpreter is off."""
+"""Every kernel compiles for Hopper on a machine without one, none in attention spills, in a process where the interpreter is off."""
 
 import os
 import subprocess
@@ -13,4 +13,4 @@ def test_kernels_compile_for_sm_90() -> None:
     env["PYTHONPATH"] = str(ROOT / "kernels")
     command = [sys.executable, str(ROOT / "kernels/compile_check.py"), "--arch", "90"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
-    assert "FAILED" not in done.stdout and "paged_prefill" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "paged_prefill" in done.stdout, done.stdout + done.stderr
