@@ -15,7 +15,7 @@ _SAMPLING: dict[str, dict[str, float]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
-    parser.add_argument("--parts", default="decode,prefill,mixed,sample,products", help="what to measure, separated by commas")
+    parser.add_argument("--parts", default="decode,prefill,mixed,sample,products,quantized", help="what to measure, separated by commas")
 
 
 def lengths(shape: str) -> list[int]:
@@ -67,5 +67,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"sample {name:17} {metrics[f'kernels.sample.{name}.us']:9.1f} us", flush=True)
     if "products" in parts:
         metrics |= bench_products.measure()
+    if "quantized" in parts:
+        from pagecast_kernels import bench_quantized
+
+        metrics |= bench_quantized.measure()
     print(results.write(args.results, "kernels", metrics, {}))
     return 0
