@@ -56,5 +56,5 @@ def measure() -> dict[str, float]:
         taken = {"int4": int4_step(rows, four, workspace), "fp8": fp8_step(rows, eight, workspace)}
         for name, step in taken.items():
             found[f"kernels.{name}_8b.M{rows}.ms"] = bench_cases.graph_us([step]) / 1e3
-        print(f"products of an 8B step's layers, M={rows}:", *(f"{n} {found[f'kernels.{n}_8b.M{rows}.ms']:.3f} ms" for n in taken), flush=True)
+        print(f"products of an 8B step, M={rows}:", *(f"{n} {found[f'kernels.{n}_8b.M{rows}.ms']:.3f} ms" for n in taken), flush=True)
     return found
