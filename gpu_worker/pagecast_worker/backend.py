@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
+from pagecast_worker.group import Group
 from pagecast_worker.loading.checkpoint import dtype_named
 from pagecast_worker.models import one_row
 from pagecast_worker.models.config import ModelConfig
@@ -25,23 +26,22 @@ class Backend:
     ops: Any
     staging: Staging
 
-    def __init__(self, config: WorkerConfig, device: torch.device, shape: ModelConfig) -> None:
+    def __init__(self, config: WorkerConfig, device: torch.device, shape: ModelConfig, group: Group | None = None) -> None:
+        """group: the other ranks, where there are any."""
         self.device = device
         self.config = config
         self.is_cuda = device.type == "cuda"
         if device.index is not None and self.is_cuda:
             torch.cuda.set_device(device)  # Triton launches on the current device
-        self.dtype = self._dtype(shape)
-        self.use_graphs = self.is_cuda and not config.enforce_eager
+        self.dtype = dtype_named(group.agreed("dtype", lambda: self._dtype_name(shape)) if group else self._dtype_name(shape))
+        self.use_graphs = self.is_cuda and not config.enforce_eager and (group is None or group.is_device)
         self.clear_blocks = not self.is_cuda
         """Kernels mask what lies beyond a row's length; the CPU's products over whole blocks need finite values there."""
 
-    def _dtype(self, shape: ModelConfig) -> torch.dtype:
+    def _dtype_name(self, shape: ModelConfig) -> str:
         if self.config.dtype != "auto":
-            return dtype_named(self.config.dtype)
-        if self.is_cuda:
-            return torch.bfloat16
-        return faster_dtype(shape)
+            return self.config.dtype
+        return "bfloat16" if self.is_cuda else str(faster_dtype(shape)).removeprefix("torch.")
 
     def prepare(self, model: Decoder) -> None:
         """Operators and staging for a loaded model."""
@@ -63,16 +63,20 @@ class Backend:
             torch.cuda.synchronize(self.device)
 
 
-def device_named(name: str) -> torch.device:
-    """The device of "auto", "cpu", "cuda" or "cuda:N". Raises LoadError."""
+def device_named(name: str, rank: int | None = None) -> torch.device:
+    """The device of "auto", "cpu", "cuda" or "cuda:N". Without a number, ranks (None: there is only this) take a host's GPUs in turn.
+
+    Raises LoadError."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise LoadError(f"device must be auto, cpu or cuda, got {name!r}") from None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise LoadError(f"device {name} is not available here")
+    if device.type == "cuda" and device.index is None and rank is not None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
     return device
 
 

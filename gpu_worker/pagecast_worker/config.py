@@ -72,6 +72,6 @@ class WorkerConfig:
         """Hex digest over what ranks of one group must agree on; compared by the scheduler in the hellos."""
         shared = (
             self.model, self.tensor_parallel_size, self.executor, self.dtype, self.block_size, self.max_num_seqs, self.max_model_len,
-            self.max_num_batched_tokens, self.random_weights, self.oracle_vocab_size,
+            self.max_num_batched_tokens, self.random_weights, self.oracle_vocab_size, self.enforce_eager, self.num_blocks is None,
         )
         return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]

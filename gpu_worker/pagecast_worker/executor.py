@@ -21,6 +21,10 @@ class LoadError(RuntimeError):
     """The model cannot be loaded. The text is one line for the operator and names the file and the tensor or field."""
 
 
+class Stopped(Exception):
+    """This rank was told to stop while it was loading."""
+
+
 class PlanError(ValueError):
     """A plan contradicts this rank's state or limits: the two sides' block tables have parted. The text names the row or step."""
 

@@ -45,7 +45,7 @@ class DecodeGraphs:
             self._decode(self.rows[:size])
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that looks after it
                 decoded = self._decode(self.rows[:size])
             self._graphs[size] = (graph, decoded)
             progress(done, len(self.sizes))

@@ -17,11 +17,13 @@ import zmq
 
 from pagecast_wire.codec import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode
 from pagecast_wire.intake import HelloWanted, ModelFacts
-from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
-from pagecast_wire.result import Heartbeat, WorkerHello
+from pagecast_wire.plan import GroupFormed, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.result import GroupJoin, Heartbeat, WorkerHello
 from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError, Stopped
 
 HEARTBEAT_S: Final = 1.0
+_JOIN_AGAIN_MS: Final = 1000
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 1000
 _log = structlog.get_logger(__name__)
@@ -78,7 +80,7 @@ class Completed:
     step: int = 0
 
 
-FromScheduler = StartEpoch | StepPlan | StopWorker | HelloWanted
+FromScheduler = StartEpoch | StepPlan | StopWorker | HelloWanted | GroupFormed
 
 
 class Link:
@@ -97,6 +99,7 @@ class Link:
         self._context = zmq.Context()
         self.socket = self._dial("worker")
         self._hello: WorkerHello | None = None
+        self._group = ""
         self.wake_fd, self.wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def _dial(self, purpose: str) -> zmq.Socket[bytes]:
@@ -112,6 +115,31 @@ class Link:
         """Raises zmq.ZMQError for an endpoint that can never work; a scheduler that is not there yet is waited for."""
         self.socket.connect(self.config.workers_endpoint)
 
+    def join(self, model_digest: str, address: str) -> GroupFormed:
+        """Meet the other ranks: waits until all have joined. address: where rank 0 waits for them, "" of others.
+
+        Raises LoadError where this rank is refused, Stopped."""
+        join = GroupJoin(
+            wire_version=WIRE_VERSION, wire_digest=WIRE_DIGEST, incarnation=self.incarnation, pid=os.getpid(),
+            pid_namespace=_pid_namespace(), rank=self.config.rank, world_size=self.config.tensor_parallel_size,
+            model_digest=model_digest, config_digest=self.config.digest(), address=address,
+        )
+        while True:
+            self.send(join)
+            if self.socket.poll(_JOIN_AGAIN_MS) and (formed := self.heed()) is not None:
+                self._group = formed.group
+                return formed
+
+    def heed(self) -> GroupFormed | None:
+        """While loading: a group that was formed, if one was. Raises LoadError where this rank is refused, Stopped."""
+        formed = None
+        for message in self.receive():
+            if isinstance(message, StopWorker):
+                raise LoadError(message.reason) if message.reason else Stopped("the scheduler ended the group")
+            if isinstance(message, GroupFormed):
+                formed = message
+        return formed
+
     def introduce(self, model: ModelFacts, num_blocks: int) -> None:
         """Say hello for the first time, and start the heartbeat. What came before the hello has no meaning any more."""
         self._hello = WorkerHello(
@@ -119,7 +147,7 @@ class Link:
             wire_digest=WIRE_DIGEST,
             incarnation=self.incarnation,
             pid=os.getpid(),
-            pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
+            pid_namespace=_pid_namespace(),
             rank=self.config.rank,
             world_size=self.config.tensor_parallel_size,
             last_epoch=0,
@@ -127,6 +155,7 @@ class Link:
             config_digest=self.config.digest(),
             num_blocks=num_blocks,
             block_size=self.config.block_size,
+            group=self._group,
         )
         while self._receive() is not None:
             pass
@@ -206,6 +235,10 @@ class Link:
             os.write(self.wake_write_fd, bytes([self.HELLO]))
         except BlockingIOError:
             pass  # the loop has enough to wake up for
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _decoded(data: bytes) -> FromScheduler | None:

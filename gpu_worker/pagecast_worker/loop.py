@@ -21,6 +21,9 @@ _NAP_SHARE: Final = 0.02
 """Between two looks while the device works the loop sleeps for this share of the time waited so far: a step's result is seen at most
 so much late, and a long step does not cost a core."""
 
+_FINISH_S: Final = 3.0
+_FINISH_NAP_S: Final = 0.001
+
 _log = structlog.get_logger(__name__)
 
 
@@ -33,6 +36,7 @@ class Loop:
         self.in_flight = 0
         self.current = (0, 0)
         self.stopping = False
+        self.refusal = ""  # why the scheduler does not want this rank
 
     def stop(self) -> None:
         """Ask the loop to end; whoever calls it from elsewhere also writes to the link's wake pipe."""
@@ -65,7 +69,8 @@ class Loop:
                 _log.info("the scheduler asks for a hello", last_epoch=self.order.epoch)
                 self.link.hello_again(self.order.epoch)
             case StopWorker():
-                self._send_results(wait=True)
+                self.refusal = message.reason
+                self._finish()
                 self.stopping = True
 
     def _take(self, plan: StepPlan) -> None:
@@ -87,6 +92,13 @@ class Loop:
             self.executor.start_epoch(start)
             self.link.completed = Completed(start.epoch, 0)
             _log.info("epoch started", epoch=start.epoch, num_blocks=start.num_blocks)
+
+    def _finish(self) -> None:
+        """Send the results of what is in flight, as far as it ends: without another rank a step never does."""
+        deadline = time.monotonic() + _FINISH_S
+        while self.in_flight and time.monotonic() < deadline:
+            if not self._send_results(wait=False):
+                time.sleep(_FINISH_NAP_S)
 
     def _send_results(self, wait: bool) -> bool:
         """Send every result that is ready (with `wait`, of every plan in flight); whether there was one."""

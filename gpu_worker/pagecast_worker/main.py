@@ -1,5 +1,6 @@
 """Life of one worker process: load, hello, loop, end. Exit codes: 0 told to stop, 1 a fault, 2 a start that cannot work."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -12,7 +13,7 @@ from pagecast_wire.codec import WireError
 from pagecast_wire.lifeline import die_with_parent
 from pagecast_wire.result import WorkerFault
 from pagecast_worker.config import WorkerConfig
-from pagecast_worker.executor import Executor, LoadError, OutOfMemory, PlanError
+from pagecast_worker.executor import Executor, LoadError, OutOfMemory, PlanError, Stopped
 from pagecast_worker.link import Link
 from pagecast_worker.logging import configure
 from pagecast_worker.loop import Loop
@@ -36,14 +37,20 @@ def run(config: WorkerConfig) -> int:
     link = Link(config)
     try:
         link.connect()
-        return _serve(config, link)
+        code = _serve(config, link)
     except zmq.ZMQError as error:
-        return _refuse(f"cannot connect to {config.workers_endpoint}: {error.strerror}")
+        code = _refuse(f"cannot connect to {config.workers_endpoint}: {error.strerror}")
     finally:
         link.close()
+    if config.tensor_parallel_size > 1:
+        # A collective that another rank never joins cannot be ended in order.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
-def make_executor(config: WorkerConfig) -> Executor:
+def make_executor(config: WorkerConfig, link: Link) -> Executor:
     """The executor that the configuration names. torch is imported only if it is that one. Raises LoadError."""
     if config.executor == "oracle":
         return OracleExecutor(config)
@@ -53,18 +60,18 @@ def make_executor(config: WorkerConfig) -> Executor:
         if error.name is None or error.name.startswith("pagecast"):
             raise
         raise LoadError(f"the torch executor needs the package {error.name}; install pagecast[worker]") from error
-    executor: Executor = TorchExecutor(config)
+    executor: Executor = TorchExecutor(config, link)
     return executor
 
 
 def _serve(config: WorkerConfig, link: Link) -> int:
     with _Interruption(link) as interruption:
         try:
-            executor = make_executor(config)
+            executor = make_executor(config, link)
             facts, num_blocks = executor.load(ProgressReport(link, config.run_dir, config.rank))
             loop = Loop(link, executor, config.rank)
             interruption.hand_over(loop)
-        except _Interrupted:
+        except (_Interrupted, Stopped):
             return EXIT_OK
         except (LoadError, OutOfMemory) as error:
             _report(link, config.rank, (0, 0), "load", error)
@@ -83,7 +90,7 @@ def _serve(config: WorkerConfig, link: Link) -> int:
             return EXIT_FAULT
         finally:
             executor.close()
-        return EXIT_OK
+        return _refuse(loop.refusal) if loop.refusal else EXIT_OK
 
 
 def _fault_kind(error: Exception) -> str:

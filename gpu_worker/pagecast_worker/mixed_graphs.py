@@ -139,20 +139,29 @@ class MixedGraphs:
         self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.ready: list[Size] = []
 
-    def capture(self, pool: Any, progress: Callable[[int, int], None]) -> None:
-        """Capture as many sizes as the time allows, smaller steps first; what fails is left to run without a graph."""
+    def capture(self, pool: Any, all_agree: Callable[[bool], bool], progress: Callable[[int, int], None]) -> None:
+        """Capture as many sizes as the time allows, smaller steps first; what fails is left to run without a graph.
+
+        all_agree: whether every rank says so; ranks must run a step the same way, padded or not.
+        """
         began = time.monotonic()
         for done, size in enumerate(self.wanted, 1):
-            if time.monotonic() - began > CAPTURE_SECONDS:
+            if not all_agree(time.monotonic() - began < CAPTURE_SECONDS):
                 _log.info("out of time for graphs of mixed steps", captured=len(self.ready), wanted=len(self.wanted))
                 break
-            try:
-                self._capture(size, pool)
-            except RuntimeError as error:
-                _log.warning("a mixed step could not be captured", size=str(size), error=str(error).splitlines()[0])
+            if not all_agree(self._try_capture(size, pool)):
                 break
+            self.ready.append(size)
             progress(done, len(self.wanted))
         progress(len(self.wanted), len(self.wanted))
+
+    def _try_capture(self, size: Size, pool: Any) -> bool:
+        try:
+            self._capture(size, pool)
+        except RuntimeError as error:
+            _log.warning("a mixed step could not be captured", size=str(size), error=str(error).splitlines()[0])
+            return False
+        return True
 
     def _capture(self, size: Size, pool: Any) -> None:
         step = view_step(size, self._buffer)
@@ -160,10 +169,9 @@ class MixedGraphs:
         self._compute(step)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that looks after it
             out = self._compute(step)
         self._graphs[size] = (graph, out)
-        self.ready.append(size)
 
     def fitting(self, schedule: Schedule) -> Size | None:
         """The smallest captured size that holds the step."""

@@ -4,8 +4,8 @@ Weights are split as in Megatron-LM (Shoeybi et al. 2019): projections into head
 to the hidden size by columns, whose partial sums `all_reduce` adds; the vocabulary by rows, whose logits `all_gather` joins.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,69 @@ class Part:
         return tensor.narrow(self.dim, self.start, self.size)
 
 
+class Collectives(Protocol):
+    """What ranks do together. Every rank calls the same ones in the same order with tensors of the same shapes."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+
+    def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """ops.add_rms_norm of the sum of x over ranks."""
+
+    def all_gather(self, tensor: Tensor, size: int) -> Tensor:
+        """[..] on each of `size` ranks -> [size, ..]."""
+
+    def tensor(self, value: float) -> Tensor:
+        """float32[1] where collectives can take it."""
+
+
+class ByTorch:
+    """torch.distributed's default group: NCCL between GPUs; gloo between CPUs, and where ranks share a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)  # type: ignore[no-any-return]
+
+    def all_gather(self, tensor: Tensor, size: int) -> Tensor:
+        if tensor.is_cuda and dist.get_backend() == "gloo":
+            return self.all_gather(tensor.cpu(), size).to(tensor.device)
+        joined = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather_into_tensor(joined.view(-1), tensor.reshape(-1))
+        return joined
+
+    def tensor(self, value: float) -> Tensor:
+        return torch.tensor([value], device=self._device)
+
+
+class Mute:
+    """Collectives of a rank without the others: results have the right shapes and mean nothing. For compiling kernels ahead."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+    def all_gather(self, tensor: Tensor, size: int) -> Tensor:
+        return tensor.unsqueeze(0).expand(size, *tensor.shape)
+
+    def tensor(self, value: float) -> Tensor:
+        return torch.tensor([value])
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """rank of size. At size 1 every collective returns its argument; above, torch.distributed's default group must be open."""
+    """rank of size. At size 1 every collective returns its argument, and `collectives` is not used."""
 
     rank: int = 0
     size: int = 1
+    collectives: "Collectives" = field(default_factory=lambda: ByTorch(torch.device("cpu")), compare=False, repr=False)
 
     def share(self, count: int, what: str) -> int:
         """How many of `count` things this rank holds. Raises LoadError where they do not divide."""
@@ -72,19 +129,23 @@ class Ranks:
         return count if self.size == 1 else -(-count // (self.size * VOCABULARY_UNIT)) * VOCABULARY_UNIT
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
-        return tensor
+        """Sum over ranks, in place. Bit for bit the same on every rank."""
+        return self.collectives.all_reduce(tensor) if self.size > 1 else tensor
 
     def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """ops.add_rms_norm of the ranks' summands x[T, H], which are lost."""
-        return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)  # type: ignore[no-any-return]
+        if self.size == 1:
+            return ops.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+        return self.collectives.add_rms_norm(ops, x, residual, weight, eps)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Ranks' tensors [B, n] of equal shape joined to [B, size · n] in the order of ranks."""
         if self.size == 1:
             return tensor
-        joined = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(joined.view(-1, tensor.shape[-1]), tensor.contiguous())
-        return joined.movedim(0, -2).flatten(-2)
+        return self.collectives.all_gather(tensor, self.size).movedim(0, 1).flatten(1)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Whether every rank says yes. Waits for the device."""
+        if self.size == 1:
+            return yes
+        return bool(self.collectives.all_reduce(self.collectives.tensor(float(yes))).item() == self.size)

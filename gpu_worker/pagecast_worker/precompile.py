@@ -42,7 +42,7 @@ class Precompilation:
             "shape": dataclasses.asdict(shape) | {"num_layers": shape.layers_of_every_kind()},
             "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
-            "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
+            "ranks": config.tensor_parallel_size, "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
         }  # fmt: skip
         sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
         digest = hashlib.sha256(json.dumps([request, triton.__version__]).encode() + sources).hexdigest()
@@ -148,14 +148,15 @@ def launch_all(request: dict[str, Any]) -> None:
     from pagecast_worker.mixed_graphs import sizes_for, view_step
     from pagecast_worker.models.decoder import Decoder
     from pagecast_worker.models.registry import architecture
-    from pagecast_worker.parallel import Ranks
+    from pagecast_worker.parallel import Mute, Ranks
     from pagecast_worker.torch_executor import TorchExecutor, warm_sizes
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
     shape = msgspec.convert(request["shape"], ModelConfig)
     config = SimpleNamespace(block_size=request["block_size"], max_num_seqs=request["max_num_seqs"])
     state = BatchState(config.max_num_seqs, request["max_blocks"], device)
-    model = Decoder(shape, architecture(shape.architecture).names, Ranks(), device, dtype, 64)
+    ranks = Ranks(0, request["ranks"], Mute())
+    model = Decoder(shape, architecture(shape.architecture).names, ranks, device, dtype, 64)
     cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, dtype)
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops)

@@ -21,12 +21,14 @@ from pagecast_worker.batch_state import BatchState
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, ReportProgress
 from pagecast_worker.graphs import Decoded, DecodeGraphs
+from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import load_model, max_model_len, open_checkpoint
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.decoder import Decoder
+from pagecast_worker.parallel import ByTorch, Ranks
 from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import forbid_early_stops, sample_rows
@@ -45,9 +47,11 @@ class _Pending:
 class TorchExecutor:
     """See Executor. All methods are called from one thread."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, meeting: Meeting | None = None) -> None:
+        """meeting: how to find the other ranks, where there are any."""
         self.config = config
-        self.device = device_named(config.device)
+        self.device = device_named(config.device, config.rank if config.tensor_parallel_size > 1 else None)
+        self._group = Group(config, self.device, meeting) if meeting is not None and config.tensor_parallel_size > 1 else None
         self._pending: deque[_Pending] = deque()
         self._book: RowBook | None = None
         self._graphs: DecodeGraphs | None = None
@@ -58,17 +62,18 @@ class TorchExecutor:
     @torch.inference_mode()
     def load(self, report: ReportProgress) -> tuple[ModelFacts, int]:
         config = self.config
-        if config.tensor_parallel_size != 1:
-            raise LoadError(f"tensor_parallel_size must be 1 with the torch executor, got {config.tensor_parallel_size}")
         checkpoint = open_checkpoint(config, self.device)
         shape = checkpoint.config
         self.max_model_len = max_model_len(config, shape)
-        self.backend = Backend(config, self.device, shape)
+        if self._group is not None:
+            self._group.meet(checkpoint.identity())
+        self.backend = Backend(config, self.device, shape, self._group)
         self.dtype = self.backend.dtype
         max_blocks = -(-self.max_model_len // config.block_size)
         ahead = start_precompilation(config, shape, self.dtype, max_blocks, self.device)
         try:
-            loaded = load_model(config, checkpoint, self.device, self.dtype, report)
+            ranks = Ranks(config.rank, config.tensor_parallel_size, ByTorch(self.device))
+            loaded = load_model(config, checkpoint, ranks, self.device, self.dtype, report)
             self.model: Decoder = loaded.model
             self.backend.prepare(self.model)
             self.ops = self.backend.ops
@@ -76,6 +81,8 @@ class TorchExecutor:
             if ahead is not None:
                 report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
                 ahead.wait()
+            if self._group is not None:
+                self._group.wait_for_all("weights")
             num_blocks = self._allocate(report)
             self._warm_up(report)
         except torch.OutOfMemoryError:
@@ -139,7 +146,7 @@ class TorchExecutor:
         graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device)
         total = len(graphs.sizes) + len(sizes)
         graphs.capture(pool, lambda done, _: progress(done, total))
-        mixed.capture(pool, lambda done, _: progress(len(graphs.sizes) + done, total))
+        mixed.capture(pool, self.model.ranks.all_agree, lambda done, _: progress(len(graphs.sizes) + done, total))
         self._graphs, self._mixed_graphs = graphs, mixed
 
     # --- epochs and plans
@@ -183,7 +190,8 @@ class TorchExecutor:
         )
 
     def close(self) -> None:
-        self.backend.synchronize()
+        if self._group is None:  # else a step may never end, because another rank has
+            self.backend.synchronize()
         self._pending.clear()
         self._graphs = self._mixed_graphs = None
 

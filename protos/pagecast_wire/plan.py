@@ -78,8 +78,17 @@ class StepPlan(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     table_checksum: int = 0
 
 
-class StopWorker(Struct, frozen=True, forbid_unknown_fields=True, tag="stop_worker"):
-    """Finish what was sent and exit 0."""
+class StopWorker(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="stop_worker"):
+    """Finish what was sent and exit 0; with a reason, this rank was refused: say so and exit 2."""
+
+    reason: str = ""
 
 
-ToWorker = StartEpoch | StepPlan | StopWorker | HelloWanted
+class GroupFormed(Struct, frozen=True, forbid_unknown_fields=True, tag="group_formed"):
+    """Every rank has joined: meet under this name at rank 0's address ("host:port"). Ends when any of its members does."""
+
+    group: str
+    address: str
+
+
+ToWorker = StartEpoch | StepPlan | StopWorker | HelloWanted | GroupFormed

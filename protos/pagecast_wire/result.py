@@ -17,8 +17,29 @@ FLAG_LARGE = 16
 """Beside FLAG_DEAD: the constraint has grown beyond the worker's limits."""
 
 
-class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_hello"):
-    """A rank dials in when its weights are loaded and its pool is sized. One incarnation per process life."""
+class GroupJoin(Struct, frozen=True, forbid_unknown_fields=True, tag="group_join"):
+    """First message of a rank whose executor computes together with others; repeated each second until GroupFormed.
+
+    Says what ranks must agree on before any of them loads. address: "host:port" where rank 0 waits for the others; of others "".
+    """
+
+    wire_version: int
+    wire_digest: str
+    incarnation: str
+    pid: int
+    pid_namespace: int
+    rank: int
+    world_size: int
+    model_digest: str
+    config_digest: str
+    address: str
+
+
+class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="worker_hello"):
+    """A rank dials in when its weights are loaded and its pool is sized. One incarnation per process life.
+
+    group: name of the GroupFormed that this process belongs to; "" where ranks compute by themselves.
+    """
 
     wire_version: int
     wire_digest: str
@@ -32,6 +53,7 @@ class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_h
     config_digest: str
     num_blocks: int
     block_size: int
+    group: str = ""
 
 
 class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="step_result"):
@@ -94,4 +116,4 @@ class WorkerFault(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_f
     detail: str
 
 
-FromWorker = WorkerHello | StepResult | PlanGap | Heartbeat | WorkerFault | LoadProgress
+FromWorker = GroupJoin | WorkerHello | StepResult | PlanGap | Heartbeat | WorkerFault | LoadProgress

@@ -10,21 +10,19 @@ from pagecast_worker.executor import LoadError
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.loading.load import load_model, open_checkpoint
-from pagecast_worker.parallel import Ranks
+from pagecast_worker.parallel import Mute, Ranks
 
 CPU = torch.device("cpu")
 
 
 def load(folder, size, rank):
     config = WorkerConfig(run_dir="/unused", model=str(folder), tensor_parallel_size=size, rank=rank, device="cpu")
-    return load_model(config, open_checkpoint(config, CPU), CPU, torch.float32, lambda progress: None).model
+    return load_model(config, open_checkpoint(config, CPU), Ranks(rank, size, Mute()), CPU, torch.float32, lambda progress: None).model
 
 
 @pytest.fixture
-def models(tmp_path, monkeypatch):
+def models(tmp_path):
     """The whole model and its two halves, whose collectives leave partial results as they are."""
-    monkeypatch.setattr(Ranks, "all_reduce", lambda self, tensor: tensor)
-    monkeypatch.setattr(Ranks, "all_gather", lambda self, tensor: tensor)
     folder = write_model(tmp_path)
     return load(folder, 1, 0), [load(folder, 2, rank) for rank in range(2)]
 

@@ -24,12 +24,13 @@ print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
 """
 
 
-@pytest.mark.parametrize(("head_dim", "prefill"), [(32, "_paged_prefill"), (128, "_paged_prefill_hopper")])
-def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, prefill):
+@pytest.mark.parametrize(("head_dim", "ranks", "prefill"), [(32, 1, "_paged_prefill"), (128, 2, "_paged_prefill_hopper")])
+def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, prefill):
     shape = RandomWeights(write_config(tmp_path / "shape", head_dim=head_dim), torch.device("cpu")).config
     request = {
         "shape": dataclasses.asdict(shape) | {"num_layers": 1}, "dtype": "bfloat16",
         "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
+        "ranks": ranks,
     }
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     names: set[str] = set()

@@ -179,7 +179,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_2(
         class Broken:
             def load(self, report):
                 raise LoadError("model.safetensors: tensor x is missing")
-        main.make_executor = lambda config: Broken()
+        main.make_executor = lambda config, link: Broken()
         sys.exit(main.run(WorkerConfig(run_dir=sys.argv[1], model="m")))
     """)
     worker = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE)

@@ -51,10 +51,14 @@ def max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
 
 
 def load_model(
-    config: WorkerConfig, checkpoint: Checkpoint | RandomWeights, device: torch.device, dtype: torch.dtype, report: ReportProgress
+    config: WorkerConfig,
+    checkpoint: Checkpoint | RandomWeights,
+    ranks: Ranks,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: ReportProgress,
 ) -> Loaded:
     """Allocate and fill. Reports bytes of weights under phase "weights"."""
-    ranks = Ranks(config.rank, config.tensor_parallel_size)
     family = architecture(checkpoint.config.architecture)
     model = Decoder(checkpoint.config, family.names, ranks, device, dtype, max_model_len(config, checkpoint.config))
     sources = list(model.sources())

@@ -15,18 +15,24 @@ SEED = 20251129
 
 
 class RandomWeights:
-    """Fills parameters in place on their device; never zeros, whose products draw less power and so run faster than real ones."""
+    """Makes tensors on their device, whole ones, whatever part of them a rank keeps: values do not depend on the number of ranks.
+
+    Never zeros, whose products draw less power and so run faster than real ones.
+    """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.config = read_config(folder)
-        self._generator = torch.Generator(device=device).manual_seed(SEED)
+        self._generator = torch.Generator(device=device)
 
     def fill(self, source: Source) -> None:
-        """Normal with standard deviation 0.02; norm weights (one dimension) around 1, biases around 0."""
-        split = source.part is not None and source.part.dim == 0
-        own = source.parameter.narrow(0, source.row, source.part.size if split and source.part else source.rows())
-        mean = 1.0 if own.dim() == 1 and not source.name.endswith("bias") else 0.0
-        own.normal_(mean, STD, generator=self._generator)
+        """Normal with standard deviation 0.02; norm weights (one dimension) around 1, biases around 0. Values follow from the name."""
+        seed = hashlib.sha256(f"{SEED} {source.name} {source.take}".encode()).digest()
+        self._generator.manual_seed(int.from_bytes(seed[:7], "little"))
+        whole = torch.empty((source.rows(), *source.shape[1:]), dtype=source.parameter.dtype, device=self._generator.device)
+        mean = 1.0 if whole.dim() == 1 and not source.name.endswith("bias") else 0.0
+        whole.normal_(mean, STD, generator=self._generator)
+        part = whole if source.part is None else source.part.of(whole)
+        source.parameter.narrow(0, source.row, part.shape[0]).copy_(part)
 
     def identity(self) -> str:
         """Hex SHA-256 of the configuration and the seed."""

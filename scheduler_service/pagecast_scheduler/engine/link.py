@@ -102,7 +102,7 @@ def _foreign_hello(data: bytes) -> ForeignHello | None:
         fields = msgspec.msgpack.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, TypeError):
         return None
-    if fields.get("type") not in ("worker_hello", "frontend_hello"):
+    if fields.get("type") not in ("worker_hello", "group_join", "frontend_hello"):
         return None
     version, digest, rank = fields.get("wire_version", 0), fields.get("wire_digest", ""), fields.get("rank", -1)
     if not (isinstance(version, int) and isinstance(digest, str) and isinstance(rank, int)):

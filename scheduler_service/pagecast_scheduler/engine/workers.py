@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagecast_scheduler.engine.config import EngineConfig
-from pagecast_scheduler.engine.hello import foreign_build, worker_mismatch
+from pagecast_scheduler.engine.gathering import Gathering, Member
+from pagecast_scheduler.engine.hello import foreign_build, join_mismatch, worker_mismatch
 from pagecast_scheduler.engine.link import ForeignHello, Router
 from pagecast_scheduler.engine.logs import logger
 from pagecast_scheduler.engine.processes import ProcessGone, Watched
@@ -18,7 +19,7 @@ from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_wire import codec
 from pagecast_wire.intake import HelloWanted, LoadProgress
 from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
-from pagecast_wire.result import Heartbeat, PlanGap, StepResult, WorkerFault, WorkerHello
+from pagecast_wire.result import GroupJoin, Heartbeat, PlanGap, StepResult, WorkerFault, WorkerHello
 
 RESEND_AFTER = SECOND
 """A heartbeat that does not show a plan sent so long ago (microseconds) makes it be sent again."""
@@ -71,6 +72,7 @@ class WorkerGroup:
         self._plans: deque[tuple[int, bytes, int]] = deque()
         self._last_step = 0
         self._last_result = 0
+        self._gathering = Gathering(self.config.tensor_parallel_size)
 
     @property
     def is_complete(self) -> bool:
@@ -108,6 +110,8 @@ class WorkerGroup:
                 return self._on_gap(identity, message, now)
             case WorkerHello():
                 return self._on_hello(identity, message, now)
+            case GroupJoin():
+                return self._on_join(identity, message, now)
             case LoadProgress():
                 if 0 <= message.rank < self.config.tensor_parallel_size:
                     self.load[message.rank] = message
@@ -121,6 +125,7 @@ class WorkerGroup:
     def _on_hello(self, identity: bytes, hello: WorkerHello, now: int) -> Lost | None:
         self._asked.discard(identity)
         if hello.incarnation in self._condemned:
+            self.router.send(identity, StopWorker())
             return None
         present = self.ranks.get(hello.rank)
         if present is not None and present.hello.incarnation == hello.incarnation:
@@ -129,6 +134,10 @@ class WorkerGroup:
         reason = worker_mismatch(hello, self.config, self._reference)
         if reason is not None:
             self._refuse(identity, hello.rank, hello.incarnation, reason)
+            return None
+        if self._is_left_over(hello):
+            self._condemned.add(hello.incarnation)
+            self.router.send(identity, StopWorker())
             return None
         try:
             process = Watched(hello.pid, hello.pid_namespace)
@@ -139,9 +148,63 @@ class WorkerGroup:
         if self._reference is None:
             self._reference = hello
         self.refusals.pop(hello.rank, None)
+        self._gathering.leave(hello.rank)
         self.ranks[hello.rank] = Rank(hello, identity, process, heard=now)
         self._log.info("rank joined", rank=hello.rank, pid=hello.pid, incarnation=hello.incarnation, num_blocks=hello.num_blocks)
         return Lost("a new process took its place", hello.rank, is_replaced=True) if replaced else None
+
+    def _is_left_over(self, hello: WorkerHello) -> bool:
+        """Its group has ended, or is being formed anew without it."""
+        others = {rank.hello.group for number, rank in self.ranks.items() if number != hello.rank}
+        return hello.group != self._gathering.group if self._gathering.members else bool(others - {hello.group})
+
+    def _on_join(self, identity: bytes, join: GroupJoin, now: int) -> Lost | None:
+        """A rank wants to meet the others. Whatever group there was cannot go on: this process was not in it."""
+        if join.incarnation in self._condemned:
+            return None
+        if 0 <= join.rank < self.config.tensor_parallel_size:
+            self._silent_since[join.rank] = now
+        if self._gathering.knows(join):
+            self._gathering.members[join.rank].identity = identity
+            if self._gathering.formed is not None:
+                self.router.send(identity, self._gathering.formed)
+            return None
+        reason = join_mismatch(join, self.config, self._reference or self._gathering.reference)
+        if reason is not None:
+            self._refuse(identity, join.rank, join.incarnation, reason)
+            return None
+        try:
+            process = Watched(join.pid, join.pid_namespace)
+        except ProcessGone:
+            return None
+        lost = self._end_group_for(join)
+        self.refusals.pop(join.rank, None)
+        self._gathering.members[join.rank] = Member(join, identity, process)
+        self._log.info("rank waits for the others", rank=join.rank, pid=join.pid, incarnation=join.incarnation)
+        formed = self._gathering.form()
+        if formed is not None:
+            self._log.info("group formed", group=formed.group, address=formed.address)
+            for member in self._gathering.members.values():
+                self.router.send(member.identity, formed)
+        return lost
+
+    def _end_group_for(self, join: GroupJoin) -> Lost | None:
+        """Make room for a rank that has just started: end the group that it replaces a member of, and the process it replaces."""
+        lost = Lost("a new process took its place", join.rank) if self.is_open else None
+        replaced = self._gathering.members.get(join.rank)
+        if self.ranks or self._gathering.group:
+            self._end_group()
+        elif replaced is not None:
+            self._gathering.leave(join.rank)
+            self._condemned.add(replaced.join.incarnation)
+        return lost
+
+    def _end_group(self) -> None:
+        """End every process of the group that was formed, whatever it is doing."""
+        self.condemn([number for number, rank in self.ranks.items() if rank.hello.group])
+        for member in self._gathering.dissolve():
+            self._condemned.add(member.join.incarnation)
+            self._end(member.process, member.identity)
 
     def _refuse(self, identity: bytes, rank: int, incarnation: str, reason: str) -> None:
         self.num_refused += 1
@@ -149,7 +212,7 @@ class WorkerGroup:
         if incarnation:
             self._condemned.add(incarnation)
         self._log.error("rank refused", rank=rank, reason=reason)
-        self.router.send(identity, StopWorker())
+        self.router.send(identity, StopWorker(f"refused by the scheduler: {reason}"))
 
     def _on_result(self, identity: bytes, result: StepResult, now: int) -> StepResult | Lost | None:
         rank = self._sender(identity, result.rank)
@@ -211,6 +274,7 @@ class WorkerGroup:
     def _on_fault(self, identity: bytes, fault: WorkerFault) -> Lost | None:
         self._log.error("worker fault", rank=fault.rank, epoch=fault.epoch, step=fault.step, kind=fault.kind, detail=fault.detail)
         if self._sender(identity, fault.rank) is None:
+            self._leave(fault.rank, identity)
             return None
         return Lost(f"reported a fault of kind {fault.kind}", fault.rank)
 
@@ -272,8 +336,22 @@ class WorkerGroup:
             if rank.process.fd == fd:
                 self._let_go(rank)
                 del self.ranks[number]
+                if rank.hello.group and not self.is_open:
+                    self._end_group()
                 return Lost("its process ended", number)
+        member = self._gathering.member_of(fd)
+        if member is not None:
+            self._leave(member.join.rank, member.identity)
         return None
+
+    def _leave(self, rank: int, identity: bytes) -> None:
+        """A rank that had joined ended before its hello: the others cannot go on without it."""
+        member = self._gathering.members.get(rank)
+        if member is not None and member.identity == identity:
+            self._condemned.add(member.join.incarnation)
+            self._gathering.leave(rank)
+            if self._gathering.formed is not None:
+                self._end_group()
 
     def check(self, now: int) -> Lost | None:
         """Once in a while: a rank whose heartbeats stopped is lost."""
@@ -305,9 +383,13 @@ class WorkerGroup:
         for number in numbers:
             rank = self.ranks.pop(number, None)
             if rank is not None:
-                if not rank.process.kill():
-                    self.router.send(rank.identity, StopWorker())
-                self._let_go(rank)
+                self._condemned.add(rank.hello.incarnation)
+                self._end(rank.process, rank.identity)
+
+    def _end(self, process: Watched, identity: bytes) -> None:
+        if not process.kill():
+            self.router.send(identity, StopWorker())
+        process.close()
 
     def _let_go(self, rank: Rank) -> None:
         self._condemned.add(rank.hello.incarnation)
@@ -321,4 +403,4 @@ class WorkerGroup:
     @property
     def pidfds(self) -> list[int]:
         """What to poll for the end of a process."""
-        return [rank.process.fd for rank in self.ranks.values() if rank.process.fd >= 0]
+        return [rank.process.fd for rank in self.ranks.values() if rank.process.fd >= 0] + self._gathering.pidfds
