@@ -206,7 +206,7 @@ def test_an_executor_that_fails_is_a_fault_of_its_kind(
                 if plan.step == 3:
                     raise {error}
                 super().submit(plan)
-        main.make_executor = Failing
+        main.make_executor = lambda config, link: Failing(config)
         sys.exit(main.run(WorkerConfig(run_dir=sys.argv[1], model="m", executor="oracle", oracle_step_us=1000)))
     """)
     worker = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stderr=subprocess.PIPE)
