@@ -42,7 +42,8 @@ class Precompilation:
             "shape": dataclasses.asdict(shape) | {"num_layers": shape.layers_of_every_kind()},
             "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
-            "ranks": config.tensor_parallel_size, "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
+            "ranks": config.tensor_parallel_size,
+            "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
         }  # fmt: skip
         sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
         digest = hashlib.sha256(json.dumps([request, triton.__version__]).encode() + sources).hexdigest()

@@ -24,7 +24,7 @@ from pagecast_worker.graphs import Decoded, DecodeGraphs
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
-from pagecast_worker.loading.load import load_model, max_model_len, open_checkpoint
+from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.decoder import Decoder
@@ -65,6 +65,8 @@ class TorchExecutor:
         checkpoint = open_checkpoint(config, self.device)
         shape = checkpoint.config
         self.max_model_len = max_model_len(config, shape)
+        ranks = Ranks(config.rank, config.tensor_parallel_size, ByTorch(self.device))
+        check_split(shape, ranks)
         if self._group is not None:
             self._group.meet(checkpoint.identity())
         self.backend = Backend(config, self.device, shape, self._group)
@@ -72,7 +74,6 @@ class TorchExecutor:
         max_blocks = -(-self.max_model_len // config.block_size)
         ahead = start_precompilation(config, shape, self.dtype, max_blocks, self.device)
         try:
-            ranks = Ranks(config.rank, config.tensor_parallel_size, ByTorch(self.device))
             loaded = load_model(config, checkpoint, ranks, self.device, self.dtype, report)
             self.model: Decoder = loaded.model
             self.backend.prepare(self.model)

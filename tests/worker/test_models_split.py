@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from worker.tiny_model import write_model
+from worker.smollm2 import GGUF
+from worker.tiny_model import write_config, write_model
 
 from pagecast_worker import cpu_ops
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.step_inputs import StepInputs
-from pagecast_worker.loading.load import load_model, open_checkpoint
+from pagecast_worker.loading.gguf import GgufCheckpoint
+from pagecast_worker.loading.hf_config import read_config
+from pagecast_worker.loading.load import check_split, load_model, open_checkpoint
 from pagecast_worker.parallel import Mute, Ranks
 
 CPU = torch.device("cpu")
@@ -77,11 +80,12 @@ def test_a_vocabulary_that_does_not_divide_leaves_the_last_rank_fewer():
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(3, "must divide num_key_value_heads or be a multiple of it, got 3 for 2"), (8, "must divide num_attention_heads, got 8 for 4")],
+    [(3, "must divide num_key_value_heads or be a multiple of it, got 3 for 4"), (8, "must divide num_attention_heads, got 8 for 12")],
 )
 def test_heads_that_do_not_divide_are_refused(tmp_path, size, message):
+    config = read_config(write_config(tmp_path, num_attention_heads=12, num_key_value_heads=4))
     with pytest.raises(LoadError, match=f"tensor_parallel_size {message}"):
-        load(write_model(tmp_path), size, 0)
+        check_split(config, Ranks(0, size))
 
 
 def test_a_bias_is_added_once():
@@ -89,3 +93,9 @@ def test_a_bias_is_added_once():
     halves = [RowParallel(part.contiguous(), Ranks(rank, 2), bias) for rank, part in enumerate(weight.chunk(2, 1))]
     summed = sum(half.forward(cpu_ops, x_half) for half, x_half in zip(halves, x.chunk(2, 1), strict=True))
     torch.testing.assert_close(summed, ColumnParallel(weight, bias).forward(cpu_ops, x))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_real_models_nine_heads_are_refused(size):
+    with pytest.raises(LoadError, match=f"tensor_parallel_size must divide num_attention_heads, got {size} for 9"):
+        check_split(GgufCheckpoint(GGUF).config, Ranks(0, size))

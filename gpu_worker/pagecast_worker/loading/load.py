@@ -50,6 +50,14 @@ def max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
     return config.max_model_len or model.max_position
 
 
+def check_split(model: ModelConfig, ranks: Ranks) -> None:
+    """Raises LoadError, naming the field, where the model cannot be split over so many ranks."""
+    ranks.share(model.num_heads, "num_attention_heads")
+    ranks.copies(model.kv_shape()[0], "num_key_value_heads")
+    ranks.share(model.intermediate_size, "intermediate_size")
+    ranks.vocabulary(model.vocab_size)
+
+
 def load_model(
     config: WorkerConfig,
     checkpoint: Checkpoint | RandomWeights,
