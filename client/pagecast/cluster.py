@@ -21,6 +21,9 @@ START_TIMEOUT_S = 900.0
 _EXIT_MARGIN_S = 5.0
 """What a front end needs to close after its drain."""
 
+_GATEWAY_GRACE_S = 40.0
+"""A little more than open HTTP calls are given."""
+
 
 def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     """All options of `serve` with `given` over the defaults, and under "model" what the worker is to load.
@@ -47,7 +50,7 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
 def check(chosen: Mapping[str, Any]) -> None:
     """Raises StartError for the first value that a role would refuse, before anything is started."""
     try:
-        for role in options.ROLES:
+        for role in (*options.ROLES, *([options.GATEWAY] if chosen["http_port"] is not None else [])):
             roles.configuration(role, _role_values(role, chosen, "/run"))
     except ValueError as error:
         raise StartError(str(error), 2) from None
@@ -66,8 +69,18 @@ def role_specs(chosen: Mapping[str, Any], run_dir: str) -> list[RoleSpec]:
         values = _role_values(options.FRONTEND, chosen, run_dir) | {"index": index, "reuse_port": shares}
         if index > 0:
             values["uds"] = None  # a Unix socket has one listener
+        values["gateway_socket"] = chosen["http_port"] is not None
         specs.append(RoleSpec("frontend", _argv(options.FRONTEND, values), index, grace_s=grace))
+    if chosen["http_port"] is not None:
+        specs.append(_gateway(chosen, run_dir))
     return specs
+
+
+def _gateway(chosen: Mapping[str, Any], run_dir: str) -> RoleSpec:
+    """One HTTP gateway, which reaches the front ends through their sockets in the run directory."""
+    sockets = ",".join(f"unix:{run_dir}/frontend-{index}.sock" for index in range(chosen["num_frontends"]))
+    values = _role_values(options.GATEWAY, chosen, run_dir) | {"target": sockets, "publish": f"{run_dir}/gateway-0.address"}
+    return RoleSpec("gateway", _argv(options.GATEWAY, values), grace_s=_GATEWAY_GRACE_S)
 
 
 def check_port(host: str, port: int) -> None:
@@ -92,7 +105,9 @@ def shared_port(host: str) -> tuple[int, socket.socket]:
 
 
 def _role_values(role: str, chosen: Mapping[str, Any], run_dir: str) -> dict[str, Any]:
-    values = {option.name: chosen.get(option.name, option.default) for option in options.of(role)} | {"run_dir": run_dir}
+    values = {option.name: chosen.get(option.name, option.default) for option in options.of(role)}
+    if role != options.GATEWAY:
+        values["run_dir"] = run_dir
     made_up = chosen["executor"] == "oracle" or chosen["random_weights"] is not None
     if role == options.FRONTEND and chosen["tokenizer"] is not None:
         values["model"] = chosen["tokenizer"]

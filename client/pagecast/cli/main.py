@@ -10,6 +10,7 @@ from pagecast.errors import PagecastError
 COMMANDS = {
     "serve": "start a whole cluster on this host: front end(s), scheduler, worker(s)",
     "frontend": "start one front end: gRPC to clients, no model",
+    "gateway": "start an HTTP gateway: OpenAI's API, and a page to chat, over gRPC front ends",
     "scheduler": "start the scheduler: block table and batching, no torch",
     "worker": "start one worker: a rank of the model",
     "generate": "ask a server for one answer and stream it",
@@ -21,9 +22,9 @@ COMMANDS = {
     "replay": "run a recording of a scheduler again",
     "version": "versions of Pagecast and of what it runs on",
 }
-"""Every command and what it does. Its code is in the module of that name beside this file; the three roles are in roles.py."""
+"""Every command and what it does. Its code is in the module of that name beside this file; the four roles are in roles.py."""
 
-_ROLES = ("frontend", "scheduler", "worker")
+_ROLES = ("frontend", "gateway", "scheduler", "worker")
 
 
 def main(argv: list[str] | None = None) -> int:

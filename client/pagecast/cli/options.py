@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SCHEDULER, WORKER, FRONTEND, SERVE = "scheduler", "worker", "frontend", "serve"
+SCHEDULER, WORKER, FRONTEND, GATEWAY, SERVE = "scheduler", "worker", "frontend", "gateway", "serve"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
 
 
@@ -36,20 +36,26 @@ class Option:
         return "PAGECAST_" + self.name.upper()
 
 
-_ALL = (SERVE, SCHEDULER, WORKER, FRONTEND)
+_ALL = (SERVE, SCHEDULER, WORKER, FRONTEND, GATEWAY)
 _SCHED = (SERVE, SCHEDULER)
 _WORK = (SERVE, WORKER)
 _FRONT = (SERVE, FRONTEND)
+_LISTEN = (SERVE, FRONTEND, GATEWAY)
 _BATCH = (SERVE, SCHEDULER, WORKER)
 
 OPTIONS: tuple[Option, ...] = (
     Option("run_dir", str, None, "folder (mode 0700) of the cluster's sockets, shared by the roles of one host", ROLES, required=True),
     Option("model", str, "smollm2-135m", "folder in Hugging Face layout, .gguf file, or the name smollm2-135m", (WORKER, FRONTEND)),
     # what listens
-    Option("host", str, "127.0.0.1", "address to listen on", _FRONT),
+    Option("host", str, "127.0.0.1", "address to listen on", _LISTEN),
     Option("port", int, 50051, "port to listen on; 0 takes a free one", _FRONT),
     Option("uds", str, None, "Unix socket to listen on as well", _FRONT),
     Option("num_frontends", int, 1, "front-end processes that share the port", (SERVE,)),
+    Option("http_port", int, None, "port of the OpenAI-compatible HTTP gateway; 0 takes a free one (default: no gateway)", (SERVE,)),
+    Option("http_port", int, 8000, "port to listen on; 0 takes a free one", (GATEWAY,)),
+    Option("target", str, "127.0.0.1:50051", "gRPC addresses of the front ends, separated by commas", (GATEWAY,)),
+    Option("publish", str, None, "file that gets the address once it is listened on", (GATEWAY,)),
+    Option("gateway_socket", bool, False, "listen in the run directory as well, for an HTTP gateway of this host", (FRONTEND,)),
     Option("served_model_name", str, None, "name that clients use for the model (default: the model's own)", _FRONT),
     Option("reflection", bool, True, "serve gRPC reflection (v1 and v1alpha)", _FRONT),
     Option("tls_cert", str, None, "PEM file of the server's certificate chain; taken over when it changes (default: plaintext)", _FRONT),
@@ -64,8 +70,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_streams_per_connection", int, 1000, "calls open at once on a connection; more are refused with UNAVAILABLE", _FRONT),
     Option("frontend_metrics_port", int, None, "loopback port for Prometheus metrics of front end 0; the next ones follow", _FRONT),
     Option("otlp_endpoint", str, None, "URL of an OpenTelemetry collector (OTLP over gRPC) that gets a span per call", _FRONT),
-    Option("insecure", bool, False, "allow plaintext on an address that other machines reach", _FRONT),
-    Option("max_message_bytes", int, 8 << 20, "largest message taken or sent, in bytes", _FRONT),
+    Option("insecure", bool, False, "allow plaintext on an address that other machines reach", _LISTEN),
+    Option("max_message_bytes", int, 8 << 20, "largest message taken or sent, in bytes", _LISTEN),
     Option("drain_announce_s", float, 5.0, "after SIGTERM, seconds of NOT_SERVING before new calls are refused", _FRONT),
     Option("drain_timeout_s", float, 30.0, "after SIGTERM, seconds that running calls may go on", _FRONT),
     Option("slow_consumer_timeout_s", float, 60.0, "seconds a stream may stay paused because its client does not read", _FRONT),

@@ -1,4 +1,4 @@
-"""`pagecast scheduler`, `worker` and `frontend`: one process of a cluster each. Only the chosen role's code is imported."""
+"""`pagecast scheduler`, `worker`, `frontend` and `gateway`: one process of a cluster each. Only the chosen role's code is imported."""
 
 import argparse
 import sys
@@ -12,6 +12,7 @@ _CODE = {
     options.SCHEDULER: ("pagecast_scheduler.engine", "EngineConfig"),
     options.WORKER: ("pagecast_worker", "WorkerConfig"),
     options.FRONTEND: ("pagecast_scheduler.frontend", "FrontendConfig"),
+    options.GATEWAY: ("pagecast_scheduler.gateway", "GatewayConfig"),
 }
 """Role to the package with its `config` and `main` modules, and the name of its configuration class."""
 
@@ -25,7 +26,7 @@ def configuration(role: str, given: dict[str, Any]) -> Any:
     package, name = _CODE[role]
     module = import_module(f"{package}.config")
     config = getattr(module, name)(**given)
-    if role == options.FRONTEND and (wrong := module.check(config)):
+    if role in (options.FRONTEND, options.GATEWAY) and (wrong := module.check(config)):
         raise ValueError(wrong)
     return config
 

@@ -10,7 +10,8 @@ class FrontendConfig:
 
     model: path of a Hugging Face folder or a .gguf file whose tokenizer to use; "" means the byte-level tokenizer (the oracle
     executor has no model). served_model_name: the name clients use; None takes the worker's. port 0 lets the system choose;
-    the address is published in RUN_DIR/frontend-<index>.address. uds: a Unix socket path to listen on as well. Times in seconds.
+    the address is published in RUN_DIR/frontend-<index>.address. uds: a Unix socket path to listen on as well;
+    gateway_socket: so is RUN_DIR/frontend-<index>.sock, for an HTTP gateway of this host. Times in seconds.
 
     tls_cert, tls_key: PEM files of the server's chain and key; tls_client_ca: clients must show a certificate of it. auth_file:
     principals and hashed tokens. probe_port: health checks without credentials. admin_port: the operator's services over TCP, for
@@ -24,6 +25,7 @@ class FrontendConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     uds: str | None = None
+    gateway_socket: bool = False
     index: int = 0
     reuse_port: bool = False
     reflection: bool = True

@@ -107,6 +107,8 @@ def listen_publicly(config: FrontendConfig, guards: Guards) -> Listener:
     _bind_tcp(listener, config.host, config.port, credentials)
     if config.uds is not None:
         _bind_unix(listener, Path(config.uds))
+    if config.gateway_socket:
+        _bind_unix(listener, Path(config.run_dir) / f"frontend-{config.index}.sock")
     return listener
 
 

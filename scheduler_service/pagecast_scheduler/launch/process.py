@@ -10,7 +10,7 @@ from typing import Literal
 from pagecast_scheduler.launch.output import OutputPump
 from pagecast_wire import lifeline
 
-Role = Literal["frontend", "scheduler", "worker"]
+Role = Literal["gateway", "frontend", "scheduler", "worker"]
 
 
 @dataclass(frozen=True, slots=True)

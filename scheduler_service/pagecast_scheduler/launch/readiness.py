@@ -14,6 +14,7 @@ class Readiness:
     def __init__(self, folder: Path, specs: Sequence[RoleSpec]) -> None:
         self._folder = folder
         self._frontends = sorted(spec.index for spec in specs if spec.role == "frontend")
+        self._gateways = [spec.name for spec in specs if spec.role == "gateway"]
         self._ranks = sorted(spec.index for spec in specs if spec.role == "worker")
         self._told: dict[int, Loading] = {}
 
@@ -30,7 +31,7 @@ class Readiness:
                 yield news
 
     def addresses(self) -> tuple[str, ...] | None:
-        """Where the front ends listen, once every one of them serves; None before."""
+        """Where the front ends listen, and after them the gateway, once every one of them serves; None before."""
         found = []
         for index in self._frontends:
             try:
@@ -40,6 +41,11 @@ class Readiness:
             if not address or not (self._folder / f"frontend-{index}.serving").exists():
                 return None
             found.append(address)
+        for name in self._gateways:
+            try:
+                found.append((self._folder / f"{name}.address").read_text().strip())
+            except OSError:
+                return None
         return tuple(found)
 
     def forget(self, spec: RoleSpec) -> None:

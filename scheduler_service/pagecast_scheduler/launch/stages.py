@@ -7,8 +7,8 @@ from typing import Final
 
 from pagecast_scheduler.launch.process import Role, RoleSpec
 
-ORDER: Final[tuple[tuple[Role, ...], ...]] = (("frontend",), ("scheduler",), ("worker",))
-"""Front ends drain their streams, for which they need the others; the scheduler then has nothing left to plan."""
+ORDER: Final[tuple[tuple[Role, ...], ...]] = (("gateway",), ("frontend",), ("scheduler",), ("worker",))
+"""The gateway finishes its calls through the front ends; front ends drain their streams, for which they need the others; the scheduler then has nothing left to plan."""
 
 _AT_ONCE_GRACE_S: Final = 5.0
 
@@ -27,7 +27,7 @@ class Stages:
     @classmethod
     def in_order(cls) -> "Stages":
         """One role after the other; while front ends drain, what they need is still started again."""
-        return cls(ORDER, ("scheduler", "worker"), float("inf"))
+        return cls(ORDER, ("frontend", "scheduler", "worker"), float("inf"))
 
     @classmethod
     def at_once(cls) -> "Stages":

@@ -1,0 +1,273 @@
+"""The HTTP application: OpenAI's endpoints over the gRPC API, and the page to chat with.
+
+Every generating call is a gRPC call with the caller's own credentials: admission, limits, quotas and errors are the front end's.
+"""
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from pagecast.errors import RpcError
+from pagecast.v1 import generation_pb2 as pb
+from pagecast_scheduler.gateway import answers, chunks, schema, translate
+from pagecast_scheduler.gateway.backend import Backend, Metadata
+from pagecast_scheduler.gateway.errors import BadBody, body, of_rpc
+from pagecast_scheduler.gateway.merge import merged
+
+log = structlog.get_logger("pagecast.gateway")
+
+T = TypeVar("T")
+PAGE = Path(__file__).parent / "page"
+_FORWARDED = ("authorization", "traceparent", "tracestate")
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class CallerGone(Exception):
+    """The HTTP client closed its connection; nobody is left to answer."""
+
+
+def caller(request: Request) -> Metadata:
+    """The gRPC metadata of an HTTP request: credentials, trace context, and an id that stands in the logs of both."""
+    headers = [(name, value) for name in _FORWARDED if (value := request.headers.get(name)) is not None]
+    given = request.headers.get("x-request-id", "")
+    return (*headers, ("x-request-id", given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)))
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the HTTP client leaves. Raises CallerGone then."""
+    task = asyncio.ensure_future(work)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watcher = asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CallerGone
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+def make_app(backend: Backend, version: str) -> FastAPI:
+    """The application. The backend outlives it."""
+    app = FastAPI(title="Pagecast", version=version, description="OpenAI-compatible HTTP API of a Pagecast cluster")
+    _add_error_handlers(app)
+    _add_generation(app, Gateway(backend))
+    _add_rest(app, backend, version)
+    return app
+
+
+class Gateway:
+    """The generating endpoints."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def chat(self, request: Request, asked: schema.ChatCompletionRequest) -> Response:
+        """POST /v1/chat/completions."""
+        spec, metadata = translate.chat_spec(asked), caller(request)
+        made = f"chatcmpl-{secrets.token_hex(12)}"
+        if asked.stream:
+            stream = await while_connected(request, self._backend.stream(spec, metadata))
+            base = _base(made, "chat.completion.chunk", stream.first.accepted.model)
+            return _events(chunks.chat_chunks(stream, chunks.ChunkWriter(base, asked.stream_options, bool(asked.return_token_ids))))
+        answer = await while_connected(request, self._backend.generate(spec, metadata))
+        choices = [answers.chat_choice(sequence, bool(asked.return_token_ids)) for sequence in answer.sequences]
+        return JSONResponse(_base(made, "chat.completion", answer.model) | {"choices": choices, "usage": answers.usage([answer.usage])})
+
+    async def completion(self, request: Request, asked: schema.CompletionRequest) -> Response:
+        """POST /v1/completions."""
+        specs, metadata = translate.completion_specs(asked), caller(request)
+        made = f"cmpl-{secrets.token_hex(12)}"
+        echoed = [await self._echoed(spec, metadata) if asked.echo else "" for spec in specs]
+        if asked.stream:
+            return await self._streamed_completion(request, asked, specs, echoed, made)
+        calls = asyncio.gather(*(self._backend.generate(spec, _numbered(metadata, i)) for i, spec in enumerate(specs)))
+        found = await while_connected(request, calls)
+        choices = []
+        for answer, text in zip(found, echoed, strict=True):
+            for sequence in answer.sequences:
+                choices.append(answers.text_choice(sequence, len(choices), text, answer.prompt_logprobs, bool(asked.return_token_ids)))
+        base = _base(made, "text_completion", found[0].model)
+        return JSONResponse(base | {"choices": choices, "usage": answers.usage(answer.usage for answer in found)})
+
+    async def _streamed_completion(
+        self, request: Request, asked: schema.CompletionRequest, specs: list[pb.GenerationSpec], echoed: list[str], made: str
+    ) -> Response:
+        metadata = caller(request)
+        opened = await while_connected(request, self._open_all(specs, metadata))
+        writer = chunks.ChunkWriter(
+            _base(made, "text_completion", opened[0].first.accepted.model), asked.stream_options, bool(asked.return_token_ids)
+        )
+        count = asked.n or 1
+        parts = [chunks.CompletionPart(stream, writer, i * count, text) for i, (stream, text) in enumerate(zip(opened, echoed, strict=True))]
+
+        async def frames() -> AsyncIterator[bytes]:
+            try:
+                async for piece in merged([part.chunks() for part in parts]):
+                    yield piece
+                yield writer.last([part.usage for part in parts])
+            except RpcError as error:
+                yield chunks.frame(of_rpc(error)[1])
+            finally:
+                for stream in opened:
+                    stream.close()
+
+        return _events(frames())
+
+    async def _open_all(self, specs: list[pb.GenerationSpec], metadata: Metadata) -> list[Any]:
+        """A begun stream for each spec, or none and the first error."""
+        asked = [self._backend.stream(spec, _numbered(metadata, i)) for i, spec in enumerate(specs)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [one for one in found if isinstance(one, BaseException)]
+        if failed:
+            for one in found:
+                if not isinstance(one, BaseException):
+                    one.close()
+            raise failed[0]
+        return found
+
+    async def _echoed(self, spec: pb.GenerationSpec, metadata: Metadata) -> str:
+        if spec.WhichOneof("input") == "prompt_text":
+            return spec.prompt_text
+        return await self._backend.detokenize(spec.prompt_token_ids.ids, spec.model, metadata)
+
+
+def _numbered(metadata: Metadata, index: int) -> Metadata:
+    """Request ids of the later prompts of one body: the id is unique among a caller's live requests."""
+    return metadata if index == 0 else tuple((k, f"{v[:120]}-{index}" if k == "x-request-id" else v) for k, v in metadata)
+
+
+def _base(made: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": made, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _events(frames: AsyncIterator[bytes]) -> StreamingResponse:
+    return StreamingResponse(frames, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+
+def _add_generation(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, asked: schema.ChatCompletionRequest) -> Response:
+        return await gateway.chat(request, asked)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, asked: schema.CompletionRequest) -> Response:
+        return await gateway.completion(request, asked)
+
+
+def _add_rest(app: FastAPI, backend: Backend, version: str) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [_model(one) for one in await backend.models(caller(request))]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        for one in await backend.models(caller(request)):
+            if one.name == name:
+                return JSONResponse(_model(one))
+        return JSONResponse(body("no such model is served", "not_found_error", "model", "model_not_found"), 404)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request, asked: schema.TokenizeRequest) -> dict[str, Any]:
+        metadata = caller(request)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise BadBody("give either prompt or messages", "prompt")
+        if asked.prompt is not None:
+            ids = await backend.tokenize(asked.prompt, asked.add_special_tokens, asked.model, metadata)
+        else:
+            chat = pb.ChatPrompt()
+            translate.fill_chat(chat, asked.messages or [])
+            ids = await backend.render_chat(chat, asked.model, metadata)
+        limit = [one.limits.max_model_len for one in await backend.models(metadata)]
+        return {"tokens": ids, "count": len(ids), "max_model_len": limit[0] if limit else 0}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request, asked: schema.DetokenizeRequest) -> dict[str, Any]:
+        return {"prompt": await backend.detokenize(asked.tokens, asked.model, caller(request))}
+
+    @app.get("/load")
+    async def load(request: Request) -> dict[str, Any]:
+        now = await backend.load(caller(request))
+        return {"running": now.num_running, "waiting": now.num_waiting, "kv_utilization": now.kv_utilization, "state": int(now.state)}
+
+    @app.get("/health")
+    async def health() -> Response:
+        serving = await backend.is_serving()
+        return JSONResponse({"status": "SERVING" if serving else "NOT_SERVING"}, 200 if serving else 503)
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'; img-src 'self' data:"})
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in ("chat.js", "chat.css"):
+            raise HTTPException(404)
+        return FileResponse(PAGE / name)
+
+
+def _model(one: Any) -> dict[str, Any]:
+    return {"id": one.name, "object": "model", "created": 0, "owned_by": "pagecast", "max_model_len": one.limits.max_model_len}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RpcError)
+    async def failed(_: Request, error: RpcError) -> Response:
+        status, content, headers = of_rpc(error)
+        return JSONResponse(content, status, dict(headers))
+
+    @app.exception_handler(BadBody)
+    async def bad(_: Request, error: BadBody) -> Response:
+        return JSONResponse(body(str(error), "invalid_request_error", error.param), 400)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        path = _path(first["loc"])
+        text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
+        return JSONResponse(body(f"{path}: {text}" if path else text, "invalid_request_error", path or None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> Response:
+        return JSONResponse(body(error.detail, "invalid_request_error"), error.status_code, error.headers)
+
+    @app.exception_handler(CallerGone)
+    async def gone(_: Request, error: CallerGone) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        error_id = secrets.token_hex(8)
+        log.error("unexpected error in an HTTP call", path=request.url.path, error_id=error_id, exc_info=error)
+        return JSONResponse(body(f"internal error {error_id}", "server_error"), 500)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """("body", "messages", 0, "role") as messages[0].role; names of alternatives that a value could have been are left out."""
+    path = ""
+    for step in location[1:]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and not step[:1].isupper() and step not in ("str", "function-plain"):
+            path += f".{step}" if path else step
+    return path

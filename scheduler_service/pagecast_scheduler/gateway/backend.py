@@ -1,0 +1,146 @@
+"""The gateway's side of the gRPC API: channels to the front ends, calls with a caller's credentials, answers as messages.
+
+A call goes to one front end; a front end that is not there is passed over for the next, as long as nothing has been answered.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pagecast.channel import channel_options, health_method, health_request, health_status
+from pagecast.errors import RpcError, Unavailable, from_rpc
+from pagecast.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    runtime_pb2,
+    runtime_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+)
+
+HEALTH_TIMEOUT_S = 2.0
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+class _Endpoint:
+    """The stubs of one channel."""
+
+    def __init__(self, target: str) -> None:
+        self.channel = grpc.aio.insecure_channel(target, channel_options([("grpc.use_local_subchannel_pool", 1)]))
+        self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
+        self.models = model_pb2_grpc.ModelServiceStub(self.channel)
+        self.runtime = runtime_pb2_grpc.RuntimeServiceStub(self.channel)
+        self.health = health_method(self.channel)
+
+
+class Backend:
+    """Every front end behind this gateway. Must be made inside the event loop."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self._endpoints = [_Endpoint(target) for target in targets]
+        self._turn = itertools.count()
+
+    async def close(self) -> None:
+        """Ends every call and channel."""
+        await asyncio.gather(*(endpoint.channel.close() for endpoint in self._endpoints))
+
+    def _in_turn(self) -> list[_Endpoint]:
+        start = next(self._turn) % len(self._endpoints)
+        return self._endpoints[start:] + self._endpoints[:start]
+
+    async def _ask(self, call: Callable[[_Endpoint], Any]) -> Any:
+        """The answer of the first front end that is there. Raises the last RpcError."""
+        endpoints = self._in_turn()
+        for endpoint in endpoints:
+            try:
+                return await call(endpoint)
+            except grpc.RpcError as failed:
+                error = from_rpc(failed)
+                if not isinstance(error, Unavailable) or endpoint is endpoints[-1]:
+                    raise error from None
+        raise AssertionError("there is always a last endpoint")
+
+    async def generate(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> generation_pb2.GenerateResponse:
+        """One whole result. Raises RpcError."""
+        request = generation_pb2.GenerateRequest(spec=spec)
+        answer: generation_pb2.GenerateResponse = await self._ask(lambda e: e.generation.Generate(request, metadata=metadata))
+        return answer
+
+    async def stream(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> "EventStream":
+        """A stream whose first event has arrived, so that a refusal can still become an HTTP status. Raises RpcError."""
+        request = generation_pb2.GenerateStreamRequest(spec=spec)
+
+        async def begin(endpoint: _Endpoint) -> EventStream:
+            call = endpoint.generation.GenerateStream(request, metadata=metadata)
+            events = call.__aiter__()
+            try:
+                return EventStream(call, events, await anext(events))
+            except BaseException:
+                call.cancel()
+                raise
+
+        begun: EventStream = await self._ask(begin)
+        return begun
+
+    async def tokenize(self, text: str, add_special_tokens: bool, model: str, metadata: Metadata) -> list[int]:
+        request = tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        return list((await self._ask(lambda e: e.tokenizer.Tokenize(request, metadata=metadata))).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], model: str, metadata: Metadata) -> str:
+        request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=False)
+        text: str = (await self._ask(lambda e: e.tokenizer.Detokenize(request, metadata=metadata))).text
+        return text
+
+    async def render_chat(self, chat: generation_pb2.ChatPrompt, model: str, metadata: Metadata) -> list[int]:
+        request = tokenizer_pb2.RenderChatRequest(model=model, chat=chat)
+        return list((await self._ask(lambda e: e.tokenizer.RenderChat(request, metadata=metadata))).token_ids)
+
+    async def models(self, metadata: Metadata) -> list[model_pb2.Model]:
+        request = model_pb2.ListModelsRequest()
+        return list((await self._ask(lambda e: e.models.ListModels(request, metadata=metadata))).models)
+
+    async def load(self, metadata: Metadata) -> runtime_pb2.GetLoadResponse:
+        request = runtime_pb2.GetLoadRequest()
+        answer: runtime_pb2.GetLoadResponse = await self._ask(lambda e: e.runtime.GetLoad(request, metadata=metadata))
+        return answer
+
+    async def is_serving(self) -> bool:
+        """Whether any front end says SERVING."""
+        for endpoint in self._in_turn():
+            try:
+                if health_status(await endpoint.health(health_request(""), timeout=HEALTH_TIMEOUT_S)) == "SERVING":
+                    return True
+            except grpc.RpcError:
+                continue
+        return False
+
+
+class EventStream:
+    """The events of one call. Iterate it once; `close` ends the request on the server unless it is over."""
+
+    def __init__(self, call: Any, events: AsyncIterator[Any], first: Any) -> None:
+        self._call = call
+        self._events = events
+        self.first: generation_pb2.StreamEvent = first.event
+
+    async def __aiter__(self) -> AsyncIterator[generation_pb2.StreamEvent]:
+        yield self.first
+        try:
+            async for message in self._events:
+                yield message.event
+        except grpc.RpcError as failed:
+            raise from_rpc(failed) from None
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+__all__ = ["Backend", "EventStream", "Metadata", "RpcError"]

@@ -1,0 +1,36 @@
+"""Configuration of the HTTP gateway process. Values arrive checked for type by the command line; `check` says what cannot work."""
+
+from dataclasses import dataclass
+
+from pagecast_scheduler.frontend.config import is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Everything a gateway is told at start.
+
+    target: gRPC addresses of the front ends, separated by commas. http_port 0 lets the system choose. publish: a file that gets the
+    address once it is listened on. max_message_bytes: largest request body.
+    """
+
+    target: str
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    insecure: bool = False
+    publish: str | None = None
+    max_message_bytes: int = 8 << 20
+    log_format: str = "auto"
+    log_level: str = "info"
+
+
+def check(config: GatewayConfig) -> str | None:
+    """One line saying what is wrong with the configuration, or None."""
+    if not all(config.target.split(",")):
+        return "target must be one or more addresses, separated by commas"
+    if not 0 <= config.http_port <= 65535:
+        return f"http_port must be 0 to 65535, not {config.http_port}"
+    if config.max_message_bytes < 4096:
+        return f"max_message_bytes must be at least 4096, not {config.max_message_bytes}"
+    if not is_loopback(config.host) and not config.insecure:
+        return f"refusing to serve plain HTTP on {config.host}, which other machines can reach; pass --insecure if the network is trusted"
+    return None

@@ -1,0 +1,73 @@
+"""From our statuses to OpenAI's error shape. One table; a body never holds more than the gRPC status said."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pagecast.errors import RpcError
+
+_OF_CODE: dict[str, tuple[int, str]] = {
+    "INVALID_ARGUMENT": (400, "invalid_request_error"),
+    "OUT_OF_RANGE": (400, "invalid_request_error"),
+    "FAILED_PRECONDITION": (400, "invalid_request_error"),
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "PERMISSION_DENIED": (403, "permission_error"),
+    "NOT_FOUND": (404, "not_found_error"),
+    "ALREADY_EXISTS": (409, "conflict_error"),
+    "RESOURCE_EXHAUSTED": (429, "rate_limit_error"),
+    "CANCELLED": (499, "cancelled_error"),
+    "UNAVAILABLE": (503, "service_unavailable_error"),
+    "DEADLINE_EXCEEDED": (504, "timeout_error"),
+}
+"""gRPC status to HTTP status and OpenAI's error type; any other status is 500, server_error."""
+
+_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MODEL_UNKNOWN": "model_not_found", "TOKEN_MISSING": "invalid_api_key"}
+"""Reasons for which OpenAI has a word of its own; the others appear in lower case."""
+
+_PARAMS = {
+    "spec.sampling.": "",
+    "spec.output.": "",
+    "spec.stopping.max_output_tokens": "max_tokens",
+    "spec.stopping.min_output_tokens": "min_tokens",
+    "spec.stopping.stop_texts": "stop",
+    "spec.stopping.": "",
+    "spec.prompt_text": "prompt",
+    "spec.prompt_token_ids.ids": "prompt",
+    "spec.chat.": "",
+    "spec.": "",
+}
+"""Beginning of a field path of the API to what stands for it in an HTTP body; the first that fits is taken."""
+
+
+class BadBody(Exception):
+    """A body that cannot become a request. param: the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def param_of(path: str) -> str:
+    """The HTTP body's name of a field path of the gRPC API."""
+    for start, name in _PARAMS.items():
+        if path.startswith(start):
+            return name + path.removeprefix(start)
+    return path
+
+
+def body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def of_rpc(error: RpcError) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+    """HTTP status, body and headers for a failed call."""
+    status, kind = _OF_CODE.get(error.code, (500, "server_error"))
+    param = param_of(error.violations[0].field) if error.violations else None
+    code = _CODES.get(error.reason, error.reason.lower()) or None
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    text = "; ".join(f"{param_of(v.field)} {v.description}" for v in error.violations) or error.message
+    return status, body(text, kind, param, code), headers

@@ -1,0 +1,123 @@
+"""The gateway process: configuration in, exit code out. HTTP in front, gRPC to the front ends behind."""
+
+import asyncio
+import os
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagecast_scheduler.frontend.logs import configure_logs
+from pagecast_scheduler.gateway.app import make_app
+from pagecast_scheduler.gateway.backend import Backend
+from pagecast_scheduler.gateway.config import GatewayConfig, check
+
+log = structlog.get_logger("pagecast.gateway")
+
+DRAIN_S = 30
+"""How long open calls may go on after a signal."""
+MAX_CONNECTIONS = 4096
+"""Open connections; more are answered 503."""
+
+
+class BodyLimit:
+    """ASGI middleware: takes a body whole before anything else sees it, and answers 413 as soon as it passes the limit."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
+            await _too_large(send, self._max_bytes)
+            return
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._max_bytes:
+                await _too_large(send, self._max_bytes)
+                return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, replay, send)
+
+
+async def _too_large(send: Send, limit: int) -> None:
+    text = f'{{"error":{{"message":"the body must be at most {limit} bytes","type":"invalid_request_error","param":null,"code":null}}}}'
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})
+
+
+def listen(config: GatewayConfig) -> socket.socket:
+    """A bound socket. Raises OSError."""
+    host = config.host.strip("[]")
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind((host, config.http_port))
+    return made
+
+
+def publish(path: str, address: str) -> None:
+    """Writes the address, whole from the moment the file can be seen."""
+    fresh = Path(f"{path}.new")
+    fresh.write_text(address + "\n")
+    os.replace(fresh, path)
+
+
+async def serve(config: GatewayConfig) -> int:
+    """Runs one gateway to its end. Returns the exit code."""
+    try:
+        listener = listen(config)
+    except OSError as error:
+        print(f"pagecast gateway: cannot listen on {config.host}:{config.http_port}: {error.strerror}", file=sys.stderr)
+        return 2
+    backend = Backend(config.target.split(","))
+    app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
+    server = uvicorn.Server(uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
+        server_header=False,
+    ))
+    host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    listener.listen(MAX_CONNECTIONS)  # from here on a client that knows the address can connect
+    try:
+        if config.publish is not None:
+            publish(config.publish, address)
+        log.info("listening", address=address)
+        await server.serve([listener])
+    finally:
+        await backend.close()
+        listener.close()
+    log.info("stopped")
+    return 0
+
+
+def run(config: GatewayConfig) -> int:
+    """Entry point of the role. Returns the exit code."""
+    problem = check(config)
+    if problem is not None:
+        print(f"pagecast gateway: {problem}", file=sys.stderr)
+        return 2
+    configure_logs(config.log_format, config.log_level)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(config))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config))

@@ -1,0 +1,182 @@
+"""Request bodies of the HTTP API, as OpenAI's clients write them. A field that is not listed is refused by name.
+
+Ranges are not checked here: the front end owns the table of limits, and its word comes back under the field's name. Fields that
+cannot change an answer (who asks, how a provider bills, what it stores) are taken and have no effect.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+
+Unsigned32 = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Body):
+    """include_usage: a last chunk with usage. continuous_usage_stats: usage in every chunk."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_obfuscation: StrictBool | None = None
+
+
+class _Generation(_Body):
+    """What both generating endpoints take."""
+
+    model: str = ""
+    stream: StrictBool = False
+    stream_options: StreamOptions | None = None
+    n: Unsigned32 | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    seed: StrictInt | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
+    stop: str | list[str] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    # beyond OpenAI, under the names that vLLM's users know
+    top_k: StrictInt | None = Field(default=None, ge=-1, lt=1 << 32)
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    min_tokens: Unsigned32 | None = None
+    stop_token_ids: list[Unsigned32] | None = None
+    ignore_eos: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    allowed_token_ids: list[Unsigned32] | None = None
+    bad_words: list[str] | None = None
+    return_token_ids: StrictBool | None = None
+    priority: Literal["batch", "normal", "interactive"] | None = None
+    cache_scope: str | None = None
+    time_budget_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    # taken, without effect
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: StrictBool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionRequest(_Generation):
+    """POST /v1/completions. prompt: a text, several, the token ids of one, or of several."""
+
+    prompt: str | list[str] | list[Unsigned32] | list[list[Unsigned32]]
+    max_tokens: Unsigned32 | None = 16
+    logprobs: Unsigned32 | None = None
+    echo: StrictBool = False
+    suffix: None = None
+    best_of: Unsigned32 | None = None
+
+
+class TextPart(_Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Body):
+    """One message. Images, audio and files in its content are refused: no model here takes them."""
+
+    role: str
+    content: str | list[TextPart | dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[dict[str, Any]] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(_Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(_Body):
+    """schema has the name that pydantic keeps for itself, hence the alias."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatCompletionRequest(_Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_tokens: Unsigned32 | None = None
+    max_completion_tokens: Unsigned32 | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Unsigned32 | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: StrictBool = True
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize."""
+
+    model: str = ""
+    tokens: list[Unsigned32]

@@ -1,0 +1,177 @@
+"""From OpenAI's request bodies to the gRPC API's spec. Checks only what the spec cannot hold; the front end checks the rest."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from pagecast.v1 import generation_pb2 as pb
+from pagecast_scheduler.gateway import schema
+from pagecast_scheduler.gateway.errors import BadBody
+
+MAX_PROMPTS = 128
+"""Prompts of one completion request; each becomes a request of its own."""
+
+_MEDIA = ("image_url", "input_audio", "audio", "video_url", "file", "image", "refusal")
+
+
+def completion_specs(body: schema.CompletionRequest) -> list[pb.GenerationSpec]:
+    """One spec for each prompt. Raises BadBody."""
+    if body.suffix is not None:
+        raise BadBody("suffix is not supported", "suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise BadBody("best_of must equal n: every output that is generated is returned", "best_of")
+    specs = []
+    for prompt in _prompts(body.prompt):
+        spec = _spec(body)
+        if isinstance(prompt, str):
+            spec.prompt_text = prompt
+        else:
+            spec.prompt_token_ids.ids.extend(prompt)
+            spec.prompt_token_ids.SetInParent()
+        _limit(spec, body.max_tokens)
+        if body.logprobs is not None:
+            spec.output.logprobs.top_n = body.logprobs
+            if body.echo:
+                spec.output.prompt_logprobs.top_n = body.logprobs
+        specs.append(spec)
+    return specs
+
+
+def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
+    """Raises BadBody."""
+    spec = _spec(body)
+    fill_chat(spec.chat, body.messages)
+    if body.add_generation_prompt is not None:
+        spec.chat.add_generation_prompt = body.add_generation_prompt
+    if body.chat_template_kwargs:
+        spec.chat.template_kwargs.update(body.chat_template_kwargs)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise BadBody("max_tokens and max_completion_tokens name the same limit; give one", "max_completion_tokens")
+    _limit(spec, body.max_completion_tokens if body.max_tokens is None else body.max_tokens)
+    if body.logprobs:
+        spec.output.logprobs.top_n = body.top_logprobs or 0
+        spec.output.logprobs.SetInParent()
+    elif body.top_logprobs:
+        raise BadBody("top_logprobs needs logprobs to be true", "top_logprobs")
+    _tools(spec.chat, body)
+    _response_format(spec, body.response_format)
+    return spec
+
+
+def fill_chat(chat: pb.ChatPrompt, messages: Sequence[schema.Message]) -> None:
+    """A conversation as the API's message. Raises BadBody for content that is not text."""
+    for number, message in enumerate(messages):
+        made = chat.messages.add(role="system" if message.role == "developer" else message.role, content=_text(message, number))
+        made.name, made.tool_call_id = message.name or "", message.tool_call_id or ""
+        made.reasoning_text = message.reasoning_content or message.reasoning or ""
+        for call in message.tool_calls or ():
+            made.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
+
+
+def _text(message: schema.Message, number: int) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = []
+    for i, part in enumerate(message.content):
+        if isinstance(part, schema.TextPart):
+            texts.append(part.text)
+            continue
+        kind = part.get("type")
+        where = f"messages[{number}].content[{i}]"
+        raise BadBody(f"{where}: {kind if kind in _MEDIA else 'this kind of content'} is not supported; only text is", where)
+    return "".join(texts)
+
+
+def _spec(body: schema._Generation) -> pb.GenerationSpec:
+    """What both endpoints have in common."""
+    spec = pb.GenerationSpec(model=body.model)
+    sampling, stopping = spec.sampling, spec.stopping
+    _copy(body, sampling, ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"))
+    if body.n is not None:
+        sampling.num_sequences = body.n
+    if body.top_k is not None:
+        sampling.top_k = max(0, body.top_k)
+    if body.seed is not None:
+        sampling.seed = body.seed % (1 << 64)  # negative seeds are seeds too
+    sampling.logit_bias.extend(_biases(body.logit_bias or {}))
+    if body.allowed_token_ids is not None:
+        sampling.allowed_token_ids.ids.extend(body.allowed_token_ids)
+        sampling.allowed_token_ids.SetInParent()
+    sampling.bad_words.extend(body.bad_words or ())
+    stopping.stop_texts.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
+    stopping.stop_token_ids.extend(body.stop_token_ids or ())
+    if body.min_tokens is not None:
+        stopping.min_output_tokens = body.min_tokens
+    if body.ignore_eos is not None:
+        stopping.ignore_eos = body.ignore_eos
+    if body.include_stop_str_in_output is not None:
+        stopping.include_stop_in_output = body.include_stop_str_in_output
+    if body.skip_special_tokens is not None:
+        spec.output.skip_special_tokens = body.skip_special_tokens
+    if body.time_budget_s is not None:
+        stopping.time_budget.CopyFrom(_duration(body.time_budget_s))
+    if body.priority is not None:
+        spec.scheduling.priority = pb.Priority.Value(f"PRIORITY_{body.priority.upper()}")
+    spec.cache.cache_scope = body.cache_scope or ""
+    return spec
+
+
+def _copy(body: schema._Generation, sampling: pb.SamplingOptions, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """The prompts of a completion request, one entry each. Raises BadBody."""
+    one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts = [prompt] if one else list(prompt)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise BadBody(f"prompt must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+    return prompts
+
+
+def _biases(given: dict[str, float]) -> Iterator[pb.TokenBias]:
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdigit() or int(token) >= 1 << 32:
+            raise BadBody("the keys of logit_bias must be token ids", "logit_bias")
+        yield pb.TokenBias(token_id=int(token), bias=bias)
+
+
+def _limit(spec: pb.GenerationSpec, max_tokens: int | None) -> None:
+    if max_tokens is not None:
+        spec.stopping.max_output_tokens = max_tokens
+
+
+def _duration(seconds: float) -> Duration:
+    made = Duration()
+    made.FromNanoseconds(min(round(seconds * 1e9), 10**18))
+    return made
+
+
+def _tools(chat: pb.ChatPrompt, body: schema.ChatCompletionRequest) -> None:
+    for tool in body.tools or ():
+        function = tool.function
+        parameters = "" if function.parameters is None else json.dumps(function.parameters)
+        chat.tools.add(name=function.name, description=function.description or "", parameters_json_schema=parameters)
+    choice = body.tool_choice
+    if choice is None:
+        return
+    if isinstance(choice, schema.NamedTool):
+        chat.tool_choice.mode, chat.tool_choice.name = pb.TOOL_CHOICE_MODE_REQUIRED, choice.function.name
+    else:
+        chat.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{choice.upper()}")
+
+
+def _response_format(spec: pb.GenerationSpec, wanted: schema.ResponseFormat | None) -> None:
+    if wanted is None or wanted.type == "text":
+        return
+    if wanted.type == "json_object":
+        spec.constraint.json_object.SetInParent()
+    elif wanted.json_schema is None:
+        raise BadBody("response_format.json_schema must be given with type json_schema", "response_format.json_schema")
+    else:
+        spec.constraint.json_schema = json.dumps(wanted.json_schema.schema_)
