@@ -80,6 +80,7 @@ def _gateway(chosen: Mapping[str, Any], run_dir: str) -> RoleSpec:
     """One HTTP gateway, which reaches the front ends through their sockets in the run directory."""
     sockets = ",".join(f"unix:{run_dir}/frontend-{index}.sock" for index in range(chosen["num_frontends"]))
     values = _role_values(options.GATEWAY, chosen, run_dir) | {"target": sockets, "publish": f"{run_dir}/gateway-0.address"}
+    values["reuse_port"] = chosen.get("keeps_http_port", False)
     return RoleSpec("gateway", _argv(options.GATEWAY, values), grace_s=_GATEWAY_GRACE_S)
 
 

@@ -16,11 +16,12 @@ LIMIT_S = 120
 
 @dataclass
 class Served:
-    """A running `pagecast serve`. lines: what it has written to standard error."""
+    """A running `pagecast serve`. lines: what it has written to standard error. http: URL of its gateway, if it has one."""
 
     process: subprocess.Popen[str]
     address: str
     lines: list[str] = field(default_factory=list)
+    http: str = ""
 
     def children(self) -> dict[str, list[psutil.Process]]:
         """Its processes by role, oldest first."""
@@ -28,7 +29,7 @@ class Served:
         for child in sorted(psutil.Process(self.process.pid).children(), key=lambda process: process.create_time()):
             words = child.cmdline()
             if "pagecast.cli.main" in words:
-                found[words[words.index("pagecast.cli.main") + 1]].append(child)
+                found.setdefault(words[words.index("pagecast.cli.main") + 1], []).append(child)
         return found
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
@@ -53,7 +54,9 @@ def serve(*words: str) -> Iterator[Served]:
     try:
         first = process.stdout.readline()  # ends with the process, if it never serves
         assert first.startswith("serving "), "".join(served.lines)
-        served.address = first.split()[-1]
+        addresses = first.split(" on ")[-1].strip().split(", ")
+        served.address = addresses[0]
+        served.http = addresses[-1] if addresses[-1].startswith("http") else ""
         yield served
     finally:
         if process.poll() is None:

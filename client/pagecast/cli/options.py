@@ -75,7 +75,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("drain_announce_s", float, 5.0, "after SIGTERM, seconds of NOT_SERVING before new calls are refused", _FRONT),
     Option("drain_timeout_s", float, 30.0, "after SIGTERM, seconds that running calls may go on", _FRONT),
     Option("slow_consumer_timeout_s", float, 60.0, "seconds a stream may stay paused because its client does not read", _FRONT),
-    Option("reuse_port", bool, False, "share the port with other front ends of this host", (FRONTEND,)),
+    Option("reuse_port", bool, False, "share the port with other front ends of this host, or with who keeps it", (FRONTEND, GATEWAY)),
     Option("index", int, 0, "number of this front end among its host's", (FRONTEND,)),
     # the batch
     Option("max_model_len", int, None, "longest prompt plus output of one request, in tokens (default: the model's)", _BATCH),

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 from pagecast import cluster, models
 from pagecast.cli import options
@@ -24,12 +24,13 @@ def run(args: argparse.Namespace) -> int:
     cluster.check_port(chosen["host"], chosen["port"])
     if chosen["log_format"] == "auto" and sys.stderr.isatty():
         chosen["log_format"] = "console"  # the roles write into a pipe and cannot see the terminal
-    keeper = nullcontext()
-    if chosen["port"] == 0:  # decided here, so that a front end that starts again is found where it was
-        chosen["port"], keeper = cluster.shared_port(chosen["host"])  # type: ignore[assignment]
-        chosen["keeps_port"] = True
     try:
-        with keeper, RunDir.take(args.run_dir) as run_dir:
+        with ExitStack() as keepers, RunDir.take(args.run_dir) as run_dir:
+            for name, keeps in (("port", "keeps_port"), ("http_port", "keeps_http_port")):
+                if chosen[name] == 0:  # decided here, so that a process that starts again is found where it was
+                    chosen[name], keeper = cluster.shared_port(chosen["host"])
+                    chosen[keeps] = True
+                    keepers.enter_context(keeper)
             screen = Screen(str(chosen["served_model_name"]))
             supervisor = Supervisor(cluster.role_specs(chosen, str(run_dir.path)), run_dir, screen.on_event, screen.on_output)
             try:

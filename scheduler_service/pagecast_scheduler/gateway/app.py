@@ -115,7 +115,8 @@ class Gateway:
             _base(made, "text_completion", opened[0].first.accepted.model), asked.stream_options, bool(asked.return_token_ids)
         )
         count = asked.n or 1
-        parts = [chunks.CompletionPart(stream, writer, i * count, text) for i, (stream, text) in enumerate(zip(opened, echoed, strict=True))]
+        pairs = enumerate(zip(opened, echoed, strict=True))
+        parts = [chunks.CompletionPart(stream, writer, i * count, text) for i, (stream, text) in pairs]
 
         async def frames() -> AsyncIterator[bytes]:
             try:

@@ -86,9 +86,8 @@ async def chat_chunks(stream: EventStream, writer: ChunkWriter) -> AsyncIterator
             elif kind == "sequence_finished":
                 end = event.sequence_finished
                 reason = answers.finish_reason(end.reason, end.sequence_index in called)
-                yield writer.chunk([{
-                    "index": end.sequence_index, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": answers.stop_reason(end)
-                }])
+                why = {"finish_reason": reason, "stop_reason": answers.stop_reason(end)}
+                yield writer.chunk([{"index": end.sequence_index, "delta": {}, "logprobs": None} | why])
             elif kind == "completed":
                 yield writer.last([event.completed.usage])
     except RpcError as error:

@@ -9,14 +9,15 @@ from pagecast_scheduler.frontend.config import is_loopback
 class GatewayConfig:
     """Everything a gateway is told at start.
 
-    target: gRPC addresses of the front ends, separated by commas. http_port 0 lets the system choose. publish: a file that gets the
-    address once it is listened on. max_message_bytes: largest request body.
+    target: gRPC addresses of the front ends, separated by commas. http_port 0 lets the system choose; reuse_port: the port may be
+    bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest request body.
     """
 
     target: str
     host: str = "127.0.0.1"
     http_port: int = 8000
     insecure: bool = False
+    reuse_port: bool = False
     publish: str | None = None
     max_message_bytes: int = 8 << 20
     log_format: str = "auto"

@@ -2,10 +2,14 @@
 
 import asyncio
 import os
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
 import structlog
 import uvicorn
@@ -69,6 +73,7 @@ def listen(config: GatewayConfig) -> socket.socket:
     host = config.host.strip("[]")
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(config.reuse_port))
     made.bind((host, config.http_port))
     return made
 
@@ -80,6 +85,21 @@ def publish(path: str, address: str) -> None:
     os.replace(fresh, path)
 
 
+class Server(uvicorn.Server):
+    """uvicorn with our ways at the end: the first signal lets open calls finish, the second does not; the exit code is 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
 async def serve(config: GatewayConfig) -> int:
     """Runs one gateway to its end. Returns the exit code."""
     try:
@@ -89,7 +109,7 @@ async def serve(config: GatewayConfig) -> int:
         return 2
     backend = Backend(config.target.split(","))
     app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
-    server = uvicorn.Server(uvicorn.Config(
+    server = Server(uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
     ))

@@ -13,7 +13,7 @@ async def merged(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
         async for item in streams[0]:
             yield item
         return
-    queue: asyncio.Queue[T | None | BaseException] = asyncio.Queue(maxsize=len(streams))
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(stream: AsyncIterator[T]) -> None:
         try:

@@ -8,7 +8,8 @@ from typing import Final
 from pagecast_scheduler.launch.process import Role, RoleSpec
 
 ORDER: Final[tuple[tuple[Role, ...], ...]] = (("gateway",), ("frontend",), ("scheduler",), ("worker",))
-"""The gateway finishes its calls through the front ends; front ends drain their streams, for which they need the others; the scheduler then has nothing left to plan."""
+"""The gateway finishes its calls through the front ends; those drain their streams, for which they need the others; the scheduler
+then has nothing left to plan."""
 
 _AT_ONCE_GRACE_S: Final = 5.0
 

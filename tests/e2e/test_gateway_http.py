@@ -1,0 +1,122 @@
+"""The HTTP gateway as a program of its own: its page, health, limits, disconnects, and its life beside the other processes."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
+
+from pagecast import Client
+
+ORACLE = ("--executor", "oracle", "--http-port", "0")
+LONG = {"prompt": [1, 2, 3], "max_tokens": 100_000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    words = ("--oracle-step-us", "2000", "--max-model-len", "200000", "--num-blocks", "20000", "--num-frontends", "2")
+    with serve(*ORACLE, *words) as cluster:
+        yield cluster
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def running(served: Served) -> int:
+    with Client(served.address) as client:
+        return client.load().num_running
+
+
+def test_the_page_and_its_files_are_served(served: Served) -> None:
+    with httpx.Client(base_url=served.http) as http:
+        page = http.get("/")
+        assert page.status_code == 200 and "Pagecast" in page.text and "default-src 'self'" in page.headers["content-security-policy"]
+        for name in ("chat.js", "chat.css"):
+            assert f"/page/{name}" in page.text and http.get(f"/page/{name}").status_code == 200
+        assert http.get("/page/../app.py").status_code == 404
+        assert http.get("/health").json() == {"status": "SERVING"}
+
+
+def test_a_client_that_leaves_frees_its_request(served: Served) -> None:
+    with httpx.Client(base_url=served.http, timeout=LIMIT_S) as http:
+        with http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as reply:
+            for _ in reply.iter_lines():  # reads on meanwhile: a stream that nobody reads is paused and does not run
+                if running(served) == 1:
+                    break
+        until(lambda: running(served) == 0, "a stream went on without its reader")
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=served.http, timeout=LIMIT_S) as http:
+            task = asyncio.create_task(http.post("/v1/completions", json=LONG))
+            while await asyncio.to_thread(running, served) == 0:
+                await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(leave(), LIMIT_S))
+    until(lambda: running(served) == 0, "a whole answer went on without anybody waiting for it")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'"x"', b'{"messages": 3, "prompt": {}, "tokens": 4}', b"\xff", b"{" * 999])
+def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, content: bytes) -> None:
+    reply = httpx.post(served.http + path, content=content, headers={"content-type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert "Traceback" not in reply.text and "pagecast_scheduler" not in reply.text
+
+
+def test_a_body_above_the_limit_is_refused(served: Served) -> None:
+    big = json.dumps({"prompt": "x" * (8 << 20)}).encode()
+    assert httpx.post(served.http + "/v1/completions", content=big).status_code == 413
+    parts = (big[i : i + 65536] for i in range(0, len(big), 65536))
+    try:
+        assert httpx.post(served.http + "/v1/completions", content=parts).status_code == 413
+    except httpx.WriteError:
+        pass  # the gateway closed while the rest was still being sent
+
+
+def test_a_dead_gateway_and_a_dead_front_end_come_back(served: Served) -> None:
+    def answers() -> bool:
+        try:
+            reply = httpx.post(served.http + "/v1/completions", json={"prompt": [1], "max_tokens": 2}, timeout=LIMIT_S)
+        except httpx.HTTPError:
+            return False
+        return reply.status_code == 200
+
+    served.children()["gateway"][0].send_signal(signal.SIGKILL)
+    until(answers, "no gateway came back")
+    served.children()["frontend"][0].send_signal(signal.SIGKILL)
+    assert all(answers() for _ in range(4))  # the other front end answers meanwhile
+    until(lambda: len(served.children()["frontend"]) == 2, "no front end came back")
+
+
+def test_a_gateway_of_its_own_reaches_any_cluster(served: Served) -> None:
+    command = [*PAGECAST, "gateway", "--target", served.address, "--http-port", "0", "--log-format", "json"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
+        try:
+            assert gateway.stderr is not None
+            address = json.loads(gateway.stderr.readline())["address"]
+            reply: Any = httpx.post(address + "/v1/completions", json={"prompt": [5], "max_tokens": 3}).json()
+            assert reply["usage"]["completion_tokens"] == 3
+        finally:
+            gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(LIMIT_S) == 0
+
+
+def test_a_gateway_that_cannot_work_says_why() -> None:
+    away = pagecast("gateway", "--host", "0.0.0.0")
+    assert away.returncode == 2 and "plain HTTP" in away.stderr and "--insecure" in away.stderr
+    wrong = pagecast("gateway", "--http-port", "70000")
+    assert wrong.returncode == 2 and "http_port must be 0 to 65535" in wrong.stderr

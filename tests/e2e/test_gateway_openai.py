@@ -1,0 +1,147 @@
+"""The HTTP gateway as OpenAI's own SDK and LangChain see it, in front of the real model."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from e2e.cli_server import Served, serve
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
+
+MESSAGES: list[Any] = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Name a colour."}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve("--cpu-kv-gib", "0.3", "--http-port", "0") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.http}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    [only] = client.models.list().data
+    assert client.models.retrieve(only.id).id == only.id
+    return only.id
+
+
+def test_a_chat_streams_what_it_answers(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=12, temperature=0)
+    assert whole.usage is not None and whole.usage.completion_tokens > 0
+    stream = client.chat.completions.create(
+        model=model, messages=MESSAGES, max_completion_tokens=12, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content and text
+    ends = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+    assert ends == [whole.choices[0].finish_reason]
+    last = chunks[-1].usage
+    assert last is not None
+    assert (last.prompt_tokens, last.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def test_several_prompts_and_outputs_keep_their_order(client: openai.OpenAI, model: str) -> None:
+    prompts = ["The capital of France is", "1, 2, 3, 4,"]
+    answer = client.completions.create(model=model, prompt=prompts, max_tokens=6, temperature=0.9, n=2, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    alone = client.completions.create(model=model, prompt=prompts[1], max_tokens=6, temperature=0.9, n=2, seed=7)
+    assert [c.text for c in answer.choices[2:]] == [c.text for c in alone.choices]
+    texts = ["", "", "", ""]
+    for chunk in client.completions.create(model=model, prompt=prompts, max_tokens=6, temperature=0.9, n=2, seed=7, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in answer.choices]
+
+
+def test_echo_and_logprobs_stand_beside_the_text(client: openai.OpenAI, model: str) -> None:
+    prompt = "Once upon a time"
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=2)
+    [choice] = answer.choices
+    assert choice.text.startswith(prompt)
+    logprobs = choice.logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
+    assert "".join(logprobs.tokens) == choice.text and logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in logprobs.token_logprobs[1:])
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+def test_chat_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert "".join(one.token for one in logprobs.content).startswith(answer.choices[0].message.content or "-")
+    for one in logprobs.content:
+        assert one.logprob == one.top_logprobs[0].logprob  # greedy: the likeliest
+        assert len(one.top_logprobs) == 3 and one.bytes is not None
+
+
+def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI, model: str) -> None:
+    free = client.completions.create(model=model, prompt="1, 2, 3, 4,", max_tokens=12, temperature=0).choices[0].text
+    assert "7" in free
+    cut = client.completions.create(model=model, prompt="1, 2, 3, 4,", max_tokens=12, temperature=0, stop=["7"]).choices[0]
+    assert cut.text == free[: free.index("7")] and cut.finish_reason == "stop"
+    assert (cut.model_extra or {})["stop_reason"] == "7"
+
+
+def test_an_answer_in_the_form_of_a_schema(client: openai.OpenAI, model: str) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": {
+            "type": "object", "required": ["name", "age"], "additionalProperties": False,
+            "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+        }},
+    }
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Describe a person as JSON."}], response_format=form, max_tokens=64,
+        temperature=0,
+    )
+    person = json.loads(answer.choices[0].message.content or "")
+    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 120
+
+
+def test_refusals_have_the_shape_that_the_sdk_knows(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.chat.completions.create(model="nobody", messages=MESSAGES, max_tokens=1)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1, temperature=1000)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model=model, prompt="word " * 9000, max_tokens=1)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as image:
+        part = {"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}}
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": [part]}], max_tokens=1)  # type: ignore[list-item,misc]
+    assert "image_url" in str(image.value)
+    with pytest.raises(openai.BadRequestError) as extra:
+        client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1, extra_body={"colour": "red"})
+    assert extra.value.param == "colour"
+
+
+def test_langchain_invokes_and_streams(served: Served, model: str) -> None:
+    chat = ChatOpenAI(base_url=f"{served.http}/v1", api_key="none", model=model, temperature=0, max_completion_tokens=8, max_retries=0)
+    asked = [SystemMessage("Answer in one word."), HumanMessage("Name a colour.")]
+    answer = chat.invoke(asked)
+    assert isinstance(answer, AIMessage) and answer.content and answer.usage_metadata is not None
+    assert "".join(str(chunk.content) for chunk in chat.stream(asked)) == answer.content
+
+
+def test_tokens_and_text_go_both_ways(served: Served, model: str) -> None:
+    with httpx.Client(base_url=served.http) as http:
+        made = http.post("/tokenize", json={"model": model, "prompt": "Hello, 世界"}).json()
+        assert made["count"] == len(made["tokens"]) > 0 and made["max_model_len"] > 0
+        assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "Hello, 世界"}
+        chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
+        usage = http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()["usage"]
+        assert usage["prompt_tokens"] == chat["count"]
