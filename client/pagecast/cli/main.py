@@ -15,6 +15,7 @@ COMMANDS = {
     "worker": "start one worker: a rank of the model",
     "generate": "ask a server for one answer and stream it",
     "chat": "talk to a server",
+    "batch": "answer a file of OpenAI batch requests, offline",
     "status": "health, model and load of a server",
     "token": "make a bearer token for a principal",
     "demo": "start a cluster, ask three questions at once, show the streams side by side",

@@ -1,0 +1,190 @@
+"""`pagecast batch FILE.jsonl`: an OpenAI batch file, answered offline by a private cluster or by a running server, resumable.
+
+Every line goes through the HTTP gateway's own application, without a socket: what it answers is what a server would.
+"""
+
+import argparse
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pagecast import models
+from pagecast.cli import options
+from pagecast.errors import PagecastError
+
+if TYPE_CHECKING:
+    import httpx
+
+_PASSED_ON = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "dtype", "executor", "gpu_memory_utilization",
+    "cpu_kv_gib",
+)
+URLS = ("/v1/chat/completions", "/v1/completions")
+
+
+class BadBatch(PagecastError):
+    """A batch file that cannot be worked on."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE.jsonl", help="one request a line: custom_id, method POST, url, body")
+    parser.add_argument("--output", metavar="OUT.jsonl", help="answers; lines that are there already are not asked again "
+                        "(default: FILE.output.jsonl)")
+    parser.add_argument("--model", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="ask this running server instead of starting a cluster")
+    parser.add_argument("--concurrency", type=int, default=512, metavar="N", help="requests under way at a time (default: %(default)s)")
+    options.add(parser, (option for option in options.of(options.SERVE) if option.name in _PASSED_ON))
+
+
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.concurrency < 1:
+        raise BadBatch(f"--concurrency must be at least 1, not {args.concurrency}")
+    source = Path(args.file)
+    output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
+    tasks = read_tasks(source)
+    done = answered(output)
+    left = [task for task in tasks if task.custom_id not in done]
+    if left:
+        with cluster_of(args) as target, output.open("a") as sink:
+            asyncio.run(answer_all(left, target, sink, args.concurrency, len(tasks)))
+    failed = sum(status != 200 for status in answered(output).values())
+    print(f"{len(tasks)} requests, {len(done)} answered before, {len(left)} now, {failed} failed; written to {output}")
+    return 1 if failed else 0
+
+
+def read_tasks(source: Path) -> list[Task]:
+    """Every line of the input. Raises BadBatch naming the first line that is no request, or that repeats an id."""
+    tasks: list[Task] = []
+    seen: set[str] = set()
+    try:
+        lines = source.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadBatch(f"cannot read {source}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        task = _task(line, f"{source}, line {number}")
+        if task.custom_id in seen:
+            raise BadBatch(f"{source}, line {number}: custom_id {task.custom_id!r} is there twice")
+        seen.add(task.custom_id)
+        tasks.append(task)
+    return tasks
+
+
+def _task(line: str, where: str) -> Task:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise BadBatch(f"{where}: not JSON: {error}") from None
+    if not isinstance(given, dict) or not isinstance(given.get("custom_id"), str) or not isinstance(given.get("body"), dict):
+        raise BadBatch(f"{where}: needs custom_id, a text, and body, an object")
+    if given.get("method", "POST") != "POST" or given.get("url") not in URLS:
+        raise BadBatch(f"{where}: method must be POST and url one of {', '.join(URLS)}")
+    if given["body"].get("stream"):
+        raise BadBatch(f"{where}: body.stream makes no sense in a batch")
+    return Task(given["custom_id"], given["url"], given["body"])
+
+
+def answered(output: Path) -> dict[str, int]:
+    """Status of every answer in the output so far. A last line that was cut off by a crash is taken away."""
+    try:
+        text = output.read_bytes()
+    except FileNotFoundError:
+        return {}
+    whole = text[: text.rfind(b"\n") + 1]
+    if len(whole) != len(text):
+        with output.open("r+b") as file:
+            file.truncate(len(whole))
+    lines = (json.loads(line) for line in whole.splitlines())
+    return {line["custom_id"]: line["response"]["status_code"] for line in lines}
+
+
+@contextmanager
+def cluster_of(args: argparse.Namespace) -> Iterator[str]:
+    """The gRPC target to ask; a cluster of one's own ends with the block."""
+    if args.target is not None:
+        yield args.target
+        return
+    from pagecast import cluster
+    from pagecast.cli.loading import LoadingBar
+    from pagecast_scheduler.launch.events import Event, Loading
+
+    bar = LoadingBar()
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Loading):
+            bar.update(event.rank, event.phase, event.done, event.total)
+
+    given = {name: getattr(args, name) for name in _PASSED_ON}
+    private = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1 << 40}
+    try:
+        running = cluster.PrivateCluster(cluster.settings(args.model, **given, **private), cluster.Watch(on_event))
+    finally:
+        bar.close()
+    with running:
+        yield running.target
+
+
+async def answer_all(tasks: list[Task], target: str, sink: IO[str], concurrency: int, total: int) -> None:
+    """Asks everything, at most `concurrency` at a time, and writes each answer as soon as it is there."""
+    import httpx
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from pagecast_scheduler.gateway.app import make_app
+    from pagecast_scheduler.gateway.backend import Backend
+
+    backend = Backend([target])
+    room = asyncio.Semaphore(concurrency)
+    console = Console(stderr=True)
+    app = make_app(backend, "batch")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batch", timeout=None) as http:
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            row = bar.add_task("requests", total=total, completed=total - len(tasks))
+
+            async def one(task: Task) -> None:
+                try:
+                    line = await _answer(http, task)
+                finally:
+                    room.release()
+                sink.write(json.dumps(line, ensure_ascii=False) + "\n")
+                sink.flush()
+                bar.advance(row)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for task in tasks:
+                        await room.acquire()
+                        group.create_task(one(task))
+            finally:
+                await backend.close()
+
+
+async def _answer(http: "httpx.AsyncClient", task: Task) -> dict[str, Any]:
+    """One line of the output. While the server is overloaded or away, it is asked again."""
+    for attempt in range(8):
+        reply = await http.post(task.url, json=task.body)
+        if reply.status_code != 503:
+            break
+        await asyncio.sleep(min(30.0, float(reply.headers.get("Retry-After", 1)) * 2**attempt))
+    response = {"status_code": reply.status_code, "request_id": secrets.token_hex(12), "body": reply.json()}
+    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": task.custom_id, "response": response, "error": None}
+

@@ -1,0 +1,55 @@
+"""`pagecast batch`: a file of requests is answered whole, and what was answered before a crash is not asked again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from e2e.cli_server import pagecast
+
+
+def write(path: Path, count: int) -> None:
+    lines = []
+    for i in range(count):
+        body: dict[str, Any] = {"prompt": [i + 1, 2, 3], "max_tokens": 4 + i % 3, "ignore_eos": True, "seed": i, "temperature": 1.0}
+        if i == 2:
+            body["temperature"] = -1
+        lines.append({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    return {line["custom_id"]: line["response"] for line in map(json.loads, path.read_text().splitlines())}
+
+
+def test_a_batch_is_answered_and_taken_up_again_where_it_broke(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "in.output.jsonl"
+    write(source, 20)
+    first = pagecast("batch", str(source), "--executor", "oracle", "--concurrency", "4")
+    assert first.returncode == 1 and "20 requests, 0 answered before, 20 now, 1 failed" in first.stdout, first.stderr
+    answers = read(output)
+    assert len(answers) == 20 and answers["r2"]["status_code"] == 400 and answers["r2"]["body"]["error"]["param"] == "temperature"
+    for i in (0, 1, *range(3, 20)):
+        assert answers[f"r{i}"]["body"]["usage"]["completion_tokens"] == 4 + i % 3
+
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text("".join(lines[:7]) + lines[7][:30])  # as if the machine had gone down in the middle of a line
+    again = pagecast("batch", str(source), "--executor", "oracle")
+    assert "20 requests, 7 answered before, 13 now, 1 failed" in again.stdout, again.stderr
+    repeated = read(output)
+    for key, value in repeated.items():
+        assert value["body"].get("choices") == answers[key]["body"].get("choices")
+
+
+def test_a_file_that_is_no_batch_is_refused_by_line(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    for content, complaint in (
+        ("{}\n", "line 1: needs custom_id"),
+        ('\n{"custom_id": "a", "url": "/v1/embeddings", "body": {}}\n', "line 2: method must be POST and url one of"),
+        ("x\n", "line 1: not JSON"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n' * 2, "line 2: custom_id 'a' is there twice"),
+    ):
+        source.write_text(content)
+        refused = pagecast("batch", str(source), "--executor", "oracle")
+        assert refused.returncode == 2 and complaint in refused.stderr, refused.stderr
+    missing = pagecast("batch", str(tmp_path / "nothing.jsonl"))
+    assert missing.returncode == 2 and "cannot read" in missing.stderr
