@@ -1,6 +1,5 @@
 """The HTTP gateway as OpenAI's own SDK and LangChain see it, in front of the real model."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,51 +62,12 @@ def test_several_prompts_and_outputs_keep_their_order(client: openai.OpenAI, mod
     assert texts == [choice.text for choice in answer.choices]
 
 
-def test_echo_and_logprobs_stand_beside_the_text(client: openai.OpenAI, model: str) -> None:
-    prompt = "Once upon a time"
-    answer = client.completions.create(model=model, prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=2)
-    [choice] = answer.choices
-    assert choice.text.startswith(prompt)
-    logprobs = choice.logprobs
-    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
-    assert "".join(logprobs.tokens) == choice.text and logprobs.token_logprobs[0] is None
-    assert all(value < 0 for value in logprobs.token_logprobs[1:])
-    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
-        assert choice.text[offset:].startswith(token)
-
-
-def test_chat_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3)
-    logprobs = answer.choices[0].logprobs
-    assert logprobs is not None and logprobs.content is not None
-    assert "".join(one.token for one in logprobs.content).startswith(answer.choices[0].message.content or "-")
-    for one in logprobs.content:
-        assert one.logprob == one.top_logprobs[0].logprob  # greedy: the likeliest
-        assert len(one.top_logprobs) == 3 and one.bytes is not None
-
-
 def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI, model: str) -> None:
     free = client.completions.create(model=model, prompt="1, 2, 3, 4,", max_tokens=12, temperature=0).choices[0].text
     assert "7" in free
     cut = client.completions.create(model=model, prompt="1, 2, 3, 4,", max_tokens=12, temperature=0, stop=["7"]).choices[0]
     assert cut.text == free[: free.index("7")] and cut.finish_reason == "stop"
     assert (cut.model_extra or {})["stop_reason"] == "7"
-
-
-def test_an_answer_in_the_form_of_a_schema(client: openai.OpenAI, model: str) -> None:
-    form: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "person", "schema": {
-            "type": "object", "required": ["name", "age"], "additionalProperties": False,
-            "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
-        }},
-    }
-    answer = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": "Describe a person as JSON."}], response_format=form, max_tokens=64,
-        temperature=0,
-    )
-    person = json.loads(answer.choices[0].message.content or "")
-    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 120
 
 
 def test_refusals_have_the_shape_that_the_sdk_knows(client: openai.OpenAI, model: str) -> None:

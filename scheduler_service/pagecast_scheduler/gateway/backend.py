@@ -25,6 +25,8 @@ from pagecast.v1 import (
 )
 
 HEALTH_TIMEOUT_S = 2.0
+CONNECTIONS = 4
+"""To each front end, which answers so many calls on one connection and no more."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -45,7 +47,7 @@ class Backend:
     """Every front end behind this gateway. Must be made inside the event loop."""
 
     def __init__(self, targets: Sequence[str]) -> None:
-        self._endpoints = [_Endpoint(target) for target in targets]
+        self._endpoints = [_Endpoint(target) for _ in range(CONNECTIONS) for target in targets]
         self._turn = itertools.count()
 
     async def close(self) -> None:

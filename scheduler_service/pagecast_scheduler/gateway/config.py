@@ -11,6 +11,7 @@ class GatewayConfig:
 
     target: gRPC addresses of the front ends, separated by commas. http_port 0 lets the system choose; reuse_port: the port may be
     bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest request body.
+    tls_cert, tls_key: PEM files; HTTPS is spoken with them.
     """
 
     target: str
@@ -19,6 +20,8 @@ class GatewayConfig:
     insecure: bool = False
     reuse_port: bool = False
     publish: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     max_message_bytes: int = 8 << 20
     log_format: str = "auto"
     log_level: str = "info"
@@ -32,6 +35,8 @@ def check(config: GatewayConfig) -> str | None:
         return f"http_port must be 0 to 65535, not {config.http_port}"
     if config.max_message_bytes < 4096:
         return f"max_message_bytes must be at least 4096, not {config.max_message_bytes}"
-    if not is_loopback(config.host) and not config.insecure:
-        return f"refusing to serve plain HTTP on {config.host}, which other machines can reach; pass --insecure if the network is trusted"
+    if (config.tls_cert is None) != (config.tls_key is None):
+        return "tls_cert and tls_key go together"
+    if not is_loopback(config.host) and config.tls_cert is None and not config.insecure:
+        return f"refusing to serve plain HTTP on {config.host}, which other machines can reach; give --tls-cert, or --insecure"
     return None

@@ -111,10 +111,10 @@ async def serve(config: GatewayConfig) -> int:
     app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
     server = Server(uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
-        server_header=False,
+        server_header=False, ssl_certfile=config.tls_cert, ssl_keyfile=config.tls_key,
     ))
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
-    address = f"http://{host}:{listener.getsockname()[1]}"
+    address = f"{'https' if config.tls_cert else 'http'}://{host}:{listener.getsockname()[1]}"
     listener.listen(MAX_CONNECTIONS)  # from here on a client that knows the address can connect
     try:
         if config.publish is not None:
