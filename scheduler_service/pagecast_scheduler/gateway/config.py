@@ -9,14 +9,14 @@ from pagecast_scheduler.frontend.config import is_loopback
 class GatewayConfig:
     """Everything a gateway is told at start.
 
-    target: gRPC addresses of the front ends, separated by commas. http_port 0 lets the system choose; reuse_port: the port may be
+    target: gRPC addresses of the front ends, separated by commas. http_port: None is 8000, 0 lets the system choose; reuse_port: the port may be
     bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest request body.
     tls_cert, tls_key: PEM files; HTTPS is spoken with them.
     """
 
     target: str
     host: str = "127.0.0.1"
-    http_port: int = 8000
+    http_port: int | None = None
     insecure: bool = False
     reuse_port: bool = False
     publish: str | None = None
@@ -26,12 +26,17 @@ class GatewayConfig:
     log_format: str = "auto"
     log_level: str = "info"
 
+    @property
+    def port(self) -> int:
+        """The port that was asked for."""
+        return 8000 if self.http_port is None else self.http_port
+
 
 def check(config: GatewayConfig) -> str | None:
     """One line saying what is wrong with the configuration, or None."""
     if not all(config.target.split(",")):
         return "target must be one or more addresses, separated by commas"
-    if not 0 <= config.http_port <= 65535:
+    if not 0 <= config.port <= 65535:
         return f"http_port must be 0 to 65535, not {config.http_port}"
     if config.max_message_bytes < 4096:
         return f"max_message_bytes must be at least 4096, not {config.max_message_bytes}"

@@ -74,7 +74,7 @@ def listen(config: GatewayConfig) -> socket.socket:
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(config.reuse_port))
-    made.bind((host, config.http_port))
+    made.bind((host, config.port))
     return made
 
 
@@ -105,7 +105,7 @@ async def serve(config: GatewayConfig) -> int:
     try:
         listener = listen(config)
     except OSError as error:
-        print(f"pagecast gateway: cannot listen on {config.host}:{config.http_port}: {error.strerror}", file=sys.stderr)
+        print(f"pagecast gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
         return 2
     backend = Backend(config.target.split(","))
     app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
