@@ -9,9 +9,9 @@ from pagecast_scheduler.frontend.config import is_loopback
 class GatewayConfig:
     """Everything a gateway is told at start.
 
-    target: gRPC addresses of the front ends, separated by commas. http_port: None is 8000, 0 lets the system choose; reuse_port: the port may be
-    bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest request body.
-    tls_cert, tls_key: PEM files; HTTPS is spoken with them.
+    target: gRPC addresses of the front ends, separated by commas. http_port: None is 8000, 0 lets the system choose; reuse_port: the
+    port may be bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest
+    request body. tls_cert, tls_key: PEM files; HTTPS is spoken with them.
     """
 
     target: str
