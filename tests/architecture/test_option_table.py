@@ -8,6 +8,12 @@ import pytest
 from pagecast.cli import options, roles
 
 
+def test_the_gateways_options_are_its_configuration() -> None:
+    kind = type(roles.configuration(options.GATEWAY, {"target": "localhost:1"}))
+    expected = {field.name: field.default for field in fields(kind) if field.name != "target"}
+    assert {option.name: option.default for option in options.of(options.GATEWAY) if option.name != "target"} == expected
+
+
 @pytest.mark.parametrize("role", options.ROLES)
 def test_the_table_holds_every_field_of_a_role_with_its_default(role: str) -> None:
     kind = type(roles.configuration(role, {"run_dir": "/run/x", "model": "m"} if role != options.SCHEDULER else {"run_dir": "/run/x"}))
@@ -26,4 +32,4 @@ def test_one_name_is_one_option() -> None:
 
 def test_every_option_of_a_role_but_its_place_can_be_given_to_serve() -> None:
     kept = {option.name for role in options.ROLES for option in options.of(role)} - {option.name for option in options.of(options.SERVE)}
-    assert kept == {"run_dir", "model", "rank", "index", "reuse_port"}
+    assert kept == {"run_dir", "model", "rank", "index", "reuse_port", "gateway_socket"}
