@@ -68,7 +68,9 @@ def make_app(backend: Backend, version: str) -> FastAPI:
     app = FastAPI(title="Pagecast", version=version, description="OpenAI-compatible HTTP API of a Pagecast cluster")
     _add_error_handlers(app)
     _add_generation(app, Gateway(backend))
-    _add_rest(app, backend, version)
+    _add_models(app, backend)
+    _add_watching(app, backend, version)
+    _add_page(app)
     return app
 
 
@@ -172,7 +174,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         return await gateway.completion(request, asked)
 
 
-def _add_rest(app: FastAPI, backend: Backend, version: str) -> None:
+def _add_models(app: FastAPI, backend: Backend) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": [_model(one) for one in await backend.models(caller(request))]}
@@ -202,6 +204,8 @@ def _add_rest(app: FastAPI, backend: Backend, version: str) -> None:
     async def detokenize(request: Request, asked: schema.DetokenizeRequest) -> dict[str, Any]:
         return {"prompt": await backend.detokenize(asked.tokens, asked.model, caller(request))}
 
+
+def _add_watching(app: FastAPI, backend: Backend, version: str) -> None:
     @app.get("/load")
     async def load(request: Request) -> dict[str, Any]:
         now = await backend.load(caller(request))
@@ -216,6 +220,8 @@ def _add_rest(app: FastAPI, backend: Backend, version: str) -> None:
     async def show_version() -> dict[str, str]:
         return {"version": version}
 
+
+def _add_page(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": "default-src 'self'; img-src 'self' data:"})
