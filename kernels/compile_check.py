@@ -19,7 +19,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from pagecast_kernels import configs, decode, elementwise, experts, gemv, logprobs, norms, prefill, rope, sampling, shared_prefix, steps
+from pagecast_kernels import (
+    configs,
+    decode,
+    elementwise,
+    experts,
+    gemv,
+    logprobs,
+    norms,
+    prefill,
+    rope,
+    sampling,
+    shared_prefix,
+    steps,
+    token_rules,
+)  # fmt: skip
 from pagecast_kernels.routing import Routing
 
 Variant = tuple[str, Callable[[], object]]
@@ -189,6 +203,7 @@ def other_variants() -> Iterator[Variant]:
         logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
         args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))
         yield f"sample {str(dtype)[6:]}", lambda logits=logits, args=args: sampling.sample(logits, *args)
+        yield f"adjust_logits {str(dtype)[6:]}", lambda logits=logits: _rules(logits)
         yield f"top_logprobs {str(dtype)[6:]}", lambda logits=logits: logprobs.top_logprobs(logits, _ints(2), 5)
 
 
@@ -205,6 +220,16 @@ def expert_variants() -> Iterator[Variant]:
             down, bias = torch.empty((count, hidden, inner), dtype=torch.bfloat16, device="meta"), torch.empty(count, device="meta")
             args = (x, logits, gate_up, down, routing)
             yield f"mixture {name} {tokens}", lambda args=args, bias=bias: experts.mixture(*args, bias=bias if args[4].sigmoid else None)
+
+
+def _rules(logits: torch.Tensor) -> None:
+    vocab, row = logits.shape[1], _ints(2)
+    counts, words, recent = _ints(4, vocab), _ints(4, 128, 16), _ints(4, 15)
+    adjusted = token_rules.adjust_logits(
+        logits, row, row, row, counts, counts.float(), torch.zeros(4, 3), _ints(2, -(-vocab // 32)), row
+    )  # fmt: skip
+    token_rules.forbid_tokens(adjusted, row, row, words, recent, _ints(4, 160))
+    token_rules.note_tokens(row, row, row, counts, recent)
 
 
 def main() -> int:

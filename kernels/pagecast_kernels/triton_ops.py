@@ -11,6 +11,7 @@ from pagecast_kernels.rope import rope_and_write_kv
 from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
 from pagecast_kernels.shared_prefix import PrefixWorkspace, SharedPrefixes, make_prefix_workspace, paged_decode_shared
 from pagecast_kernels.steps import finish_rows, gather_rows
+from pagecast_kernels.token_rules import adjust_logits, forbid_tokens, note_tokens
 
 __all__ = [
     "DecodeWorkspace",
@@ -18,15 +19,18 @@ __all__ = [
     "SampleWorkspace",
     "SharedPrefixes",
     "add_rms_norm",
+    "adjust_logits",
     "copy_blocks",
     "decode_workspace",
     "embedding",
     "experts_workspace",
     "finish_rows",
+    "forbid_tokens",
     "gather_rows",
     "gelu_mul",
     "make_prefix_workspace",
     "mixture",
+    "note_tokens",
     "paged_decode",
     "paged_decode_shared",
     "paged_prefill",
