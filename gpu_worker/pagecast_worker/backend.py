@@ -117,6 +117,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     names = (
         "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows",
         "finish_rows",
+        "adjust_logits", "forbid_tokens", "note_tokens", "top_logprobs",
     )  # fmt: skip
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},

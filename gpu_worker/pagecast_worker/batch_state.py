@@ -17,8 +17,8 @@ from pagecast_worker.staging import Packet
 MAX_STOP_IDS = 160
 """Stop ids that a row can hold; the front end allows 128 and adds the model's end tokens."""
 
-NUM_TOKENS, LAST_TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEQUENCE, MIN_TOKENS = range(8)
-"""Rows of `scalars`. TEMPERATURE, TOP_P and MIN_P hold the bits of a float32."""
+NUM_TOKENS, LAST_TOKEN, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEQUENCE = range(7)
+"""Rows of `scalars`, whose last is spare: operators want a power of two. TEMPERATURE, TOP_P and MIN_P hold the bits of a float32."""
 
 
 class BatchState:
@@ -76,7 +76,7 @@ def scalars_of(admission: Admission) -> NDArray[np.int32]:
     known = len(admission.tokens) // 4
     limit = np.iinfo(np.int32).max
     return np.array(
-        [known, 0, floats[0], min(sampling.top_k, limit), floats[1], floats[2], admission.sequence, min(admission.min_tokens, limit)],
+        [known, 0, floats[0], min(sampling.top_k, limit), floats[1], floats[2], admission.sequence, 0],
         dtype=np.int32,
     )
 

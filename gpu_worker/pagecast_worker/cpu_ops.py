@@ -9,22 +9,42 @@ from torch import Tensor
 
 from pagecast_kernels.reference import (
     GREEDY_BELOW,
+    adjust_logits,
     copy_blocks,
     finish_rows,
+    forbid_tokens,
     gather_rows,
     gelu_mul,
     keep_mask,
     linear,
     mixture,
+    note_tokens,
     paged_prefill,
     philox,
     silu_mul,
 )
 
 __all__ = [
-    "add_rms_norm", "copy_blocks", "embedding", "finish_rows", "gather_rows", "gelu_mul", "linear", "linear_gelu_mul",
-    "linear_silu_mul", "mixture", "paged_decode",
-    "paged_prefill", "rms_norm", "rope_and_write_kv", "sample", "silu_mul",
+    "add_rms_norm",
+    "adjust_logits",
+    "copy_blocks",
+    "embedding",
+    "finish_rows",
+    "forbid_tokens",
+    "gather_rows",
+    "gelu_mul",
+    "linear",
+    "linear_gelu_mul",
+    "linear_silu_mul",
+    "mixture",
+    "note_tokens",
+    "paged_decode",
+    "paged_prefill",
+    "rms_norm",
+    "rope_and_write_kv",
+    "sample",
+    "silu_mul",
+    "top_logprobs",
 ]
 
 MAX_NOISE = 16.65
@@ -243,3 +263,18 @@ def sample(
         tokens[random] = _draw(scaled, seeds[random], sequence[random], positions[random])
     chosen = tokens.where(best.isfinite(), -1).int()
     return chosen if out is None else out.copy_(chosen)
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See reference.top_logprobs; without sorting the vocabulary."""
+    wide = logits.float()
+    norm = torch.logsumexp(wide, -1, keepdim=True)
+    chosen = wide.gather(1, tokens.long().unsqueeze(1)) - norm
+    ids = torch.zeros((wide.shape[0], num), dtype=torch.int64)
+    if num:
+        least = wide.topk(num, -1).values[:, -1:]
+        for row, line in enumerate(wide >= least):
+            candidates = torch.nonzero(line).flatten()  # ascending, and of equals all
+            order = wide[row, candidates].sort(stable=True, descending=True).indices[:num]
+            ids[row] = candidates[order]
+    return chosen.squeeze(1), ids.int(), wide.gather(1, ids) - norm

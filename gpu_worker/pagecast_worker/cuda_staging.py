@@ -1,5 +1,6 @@
 """Staging for a CUDA device: pinned memory, a stream for results, events instead of waiting."""
 
+import math
 from collections import deque
 
 import numpy as np
@@ -26,7 +27,7 @@ class CudaStaging:
         self._side = torch.cuda.Stream(device)
         self._max_rows = max_rows
         self._free: deque[tuple[Tensor, Tensor]] = deque()
-        self._kept: list[tuple[Tensor, Tensor, int]] = []
+        self._kept: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
         self._began: torch.cuda.Event | None = None
 
     def begin(self) -> None:
@@ -52,27 +53,29 @@ class CudaStaging:
         return uploaded
 
     def keep(self, out: Tensor) -> None:
-        """out: int32 [2, n] with n <= max_rows."""
-        if self._free:
+        """out: int32; beyond 2 * max_rows words it gets memory of its own."""
+        words = max(out.numel(), 2 * self._max_rows)
+        if self._free and words == 2 * self._max_rows:
             saved, pinned = self._free.popleft()
         else:
-            saved = torch.empty(2 * self._max_rows, dtype=torch.int32, device=self.device)
-            pinned = torch.empty(2 * self._max_rows, dtype=torch.int32, pin_memory=True)
+            saved = torch.empty(words, dtype=torch.int32, device=self.device)
+            pinned = torch.empty(words, dtype=torch.int32, pin_memory=True)
         saved[: out.numel()].view(out.shape).copy_(out)
-        self._kept.append((saved, pinned, out.shape[1]))
+        self._kept.append((saved, pinned, tuple(out.shape)))
 
     def download(self) -> "CudaDownload":
         done = torch.cuda.Event(enable_timing=True)
         done.record()
         self._side.wait_event(done)
         with torch.cuda.stream(self._side):
-            for saved, pinned, count in self._kept:
-                pinned[: 2 * count].copy_(saved[: 2 * count], non_blocking=True)
+            for saved, pinned, shape in self._kept:
+                words = math.prod(shape)
+                pinned[:words].copy_(saved[:words], non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record(self._side)
         if self._began is None:
             self._began = done
-        return CudaDownload(self._kept, self._began, done, arrived, self._free)
+        return CudaDownload(self._kept, self._began, done, arrived, self._free, 2 * self._max_rows)
 
 
 class CudaDownload:
@@ -80,19 +83,21 @@ class CudaDownload:
 
     def __init__(
         self,
-        kept: list[tuple[Tensor, Tensor, int]],
+        kept: list[tuple[Tensor, Tensor, tuple[int, ...]]],
         began: torch.cuda.Event,
         done: torch.cuda.Event,
         arrived: torch.cuda.Event,
         free: deque[tuple[Tensor, Tensor]],
+        usual_words: int,
     ) -> None:
         self._kept, self._began, self._done, self._arrived, self._free = kept, began, done, arrived, free
+        self._usual_words = usual_words
 
     def ready(self) -> bool:
         return bool(self._arrived.query())
 
     def wait(self) -> tuple[list[NDArray[np.int32]], int]:
         self._arrived.synchronize()
-        arrays = [pinned[: 2 * count].view(2, count).numpy().copy() for _, pinned, count in self._kept]
-        self._free.extend((saved, pinned) for saved, pinned, _ in self._kept)
+        arrays = [pinned[: math.prod(shape)].view(shape).numpy().copy() for _, pinned, shape in self._kept]
+        self._free.extend((saved, pinned) for saved, pinned, _ in self._kept if len(saved) == self._usual_words)
         return arrays, int(self._began.elapsed_time(self._done) * 1000)

@@ -1,23 +1,13 @@
 """CUDA graphs of whole decode steps, one per batch bucket: a step costs the CPU one launch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagecast_worker.inputs import SampleInputs
-
-
-@dataclass(slots=True)
-class Decoded:
-    """What a decode step leaves on the device; a graph's next replay overwrites it. out int32[2, B]; logits[B, V]."""
-
-    out: Tensor
-    logits: Tensor
-    rows: SampleInputs
+from pagecast_worker.step_outputs import Decoded
 
 
 def buckets(max_num_seqs: int) -> list[int]:

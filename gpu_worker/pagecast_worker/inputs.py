@@ -5,7 +5,6 @@ the CPU sends nothing but row numbers, and those only when they change. A step w
 position, and sent in one packet; only the decoding rows' last tokens are filled in on the device.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,7 @@ from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.mixed_graphs import PaddedStep
 from pagecast_worker.row_book import RowBook, Schedule
 from pagecast_worker.staging import Packet
-
-
-@dataclass(slots=True)
-class SampleInputs:
-    """What sampling B rows needs. rows int32[B]; scalars int32[8, B] and seeds int64[B] as in BatchState."""
-
-    rows: Tensor
-    scalars: Tensor
-    seeds: Tensor
+from pagecast_worker.step_outputs import SampleInputs
 
 
 def sample_inputs(ops: Any, state: BatchState, rows: Tensor, block_size: int) -> SampleInputs:

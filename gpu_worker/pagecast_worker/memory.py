@@ -9,7 +9,8 @@ from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.inputs import sample_inputs
 from pagecast_worker.layers.step_inputs import StepInputs
-from pagecast_worker.sampler import sample_rows
+from pagecast_worker.sampler import draw_again, logprob_columns, sample_rows
+from pagecast_worker.step_outputs import Decoded
 
 if TYPE_CHECKING:
     from pagecast_worker.torch_executor import TorchExecutor
@@ -20,8 +21,10 @@ MIN_BLOCKS = 2
 """The null block and one to work with."""
 
 
-def num_blocks_for(config: WorkerConfig, device: torch.device, bytes_per_block: int, peak: Callable[[], None]) -> int:
-    """Blocks of the pool, null block included. Raises LoadError where not even one fits."""
+def num_blocks_for(
+    config: WorkerConfig, device: torch.device, bytes_per_block: int, peak: Callable[[], None], later_bytes: int = 0
+) -> int:
+    """Blocks of the pool, null block included. later_bytes: what is allocated later. Raises LoadError where not even one fits."""
     if config.num_blocks is not None:
         return config.num_blocks
     if device.type == "cpu":
@@ -38,7 +41,7 @@ def num_blocks_for(config: WorkerConfig, device: torch.device, bytes_per_block: 
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     in_use = total - free - unused  # weights, state, the context, and other processes
     torch.cuda.empty_cache()
-    count = int(total * config.gpu_memory_utilization - in_use - activations - GRAPH_RESERVE) // bytes_per_block
+    count = int(total * config.gpu_memory_utilization - in_use - activations - later_bytes - GRAPH_RESERVE) // bytes_per_block
     if count < MIN_BLOCKS:
         raise LoadError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total >> 20} MiB leaves no room for KV blocks: "
@@ -77,4 +80,15 @@ def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int)
     hidden = executor.model.forward(executor.ops, step, executor.cache.layers)
     logits = executor.model.logits(executor.ops, hidden[:1].expand(rows, -1).contiguous())
     padding = torch.full((rows,), state.padding, dtype=torch.int32, device=device)
-    sample_rows(executor.ops, state, logits, sample_inputs(executor.ops, state, padding, executor.config.block_size))
+    inputs = sample_inputs(executor.ops, state, padding, executor.config.block_size)
+    follow_no_rules(executor, Decoded(sample_rows(executor.ops, state, logits, inputs), logits, inputs))
+
+
+def follow_no_rules(executor: "TorchExecutor", decoded: Decoded) -> None:
+    """Draw again for every row of a step, by rules that ask for nothing, and tell its log-probabilities."""
+    device, rules = executor.device, executor.rules
+    rows = decoded.out.shape[1]
+    places = torch.arange(-(-rows // 4) * 4, dtype=torch.int32, device=device).clamp_(max=rows - 1)
+    none = torch.zeros(rows, dtype=torch.int32, device=device)
+    draw_again(executor.ops, executor.state, rules, decoded, places, none, rules.no_mask, none - 1)
+    logprob_columns(executor.ops, decoded.logits, decoded.out[0].clone(), 1)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagecast_worker.row_book import Int, RowBook, Schedule
+from pagecast_worker.step_outputs import Decoded
 
 CAPTURE_SECONDS = 6.0
 """What capturing may take at start; sizes beyond that stay without a graph."""
@@ -127,16 +128,17 @@ def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: in
 class MixedGraphs:
     """Captured padded steps over one static input buffer.
 
-    compute: one padded step, giving int32[2, samples]; it must not wait for the device nor look at values on the CPU.
+    compute: one padded step; it must not wait for the device nor look at values on the CPU. All sizes share one buffer for logits.
     """
 
-    def __init__(self, compute: Callable[[PaddedStep], Tensor], sizes: list[Size], padding: int, device: torch.device) -> None:
+    def __init__(self, compute: Callable[[PaddedStep], Decoded], sizes: list[Size], padding: int, device: torch.device) -> None:
         self._compute = compute
         self._padding = padding
         self._device = device
         self.wanted = sizes
         self._buffer = torch.zeros(max(size.words() for size in sizes), dtype=torch.int32, device=device)
-        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
+        self._logits: Tensor | None = None
         self.ready: list[Size] = []
 
     def capture(self, pool: Any, all_agree: Callable[[bool], bool], progress: Callable[[int, int], None]) -> None:
@@ -166,12 +168,20 @@ class MixedGraphs:
     def _capture(self, size: Size, pool: Any) -> None:
         step = view_step(size, self._buffer)
         self._buffer[: size.words()].copy_(torch.from_numpy(empty_step(size, self._padding)))
-        self._compute(step)
+        logits = self._logits_like(self._compute(step).logits)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that looks after it
-            out = self._compute(step)
-        self._graphs[size] = (graph, out)
+            decoded = self._compute(step)
+            decoded.logits = logits.copy_(decoded.logits)
+        self._graphs[size] = (graph, decoded)
+
+    def _logits_like(self, logits: Tensor) -> Tensor:
+        """A part of the shared buffer, outside the graphs' memory: each size would otherwise hold a buffer of its own."""
+        if self._logits is None:
+            most = max(size.samples for size in self.wanted)
+            self._logits = torch.empty((most, logits.shape[1]), dtype=logits.dtype, device=logits.device)
+        return self._logits[: logits.shape[0]]
 
     def fitting(self, schedule: Schedule) -> Size | None:
         """The smallest captured size that holds the step."""
@@ -181,12 +191,12 @@ class MixedGraphs:
         """What `replay` takes, on the CPU."""
         return pad_step(size, schedule, book, self._padding)
 
-    def replay(self, size: Size, sent: Tensor) -> Tensor:
-        """One step. sent: what `pack` gave, on the device. int32[2, samples], until the next replay."""
+    def replay(self, size: Size, sent: Tensor) -> Decoded:
+        """One step. sent: what `pack` gave, on the device. Valid until the next replay."""
         self._buffer[: size.words()].copy_(sent)
         return self._run(size)
 
-    def _run(self, size: Size) -> Tensor:
-        graph, out = self._graphs[size]
+    def _run(self, size: Size) -> Decoded:
+        graph, decoded = self._graphs[size]
         graph.replay()
-        return out
+        return decoded

@@ -1,7 +1,8 @@
 """An executor without a model: it follows plans exactly and draws tokens from the cells it was pointed at.
 
-Owns a paged memory of one u64 cell per token and the rows that plans fill and empty. Sampling values other than the seed have no
-meaning here. `oracle_tokens` says what any request must produce, so a wrong block, length, order or epoch shows as a wrong token.
+Owns a paged memory of one u64 cell per token and the rows that plans fill and empty. Of sampling values only the seed and the numbers
+of log-probabilities (oracle_logprobs) have a meaning here. `oracle_tokens` says what any request must produce, so a wrong block,
+length, order or epoch shows as a wrong token.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from pagecast_wire.result import FLAG_IDLE, FLAG_STOP, StepResult
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import PlanError, ReportProgress
 from pagecast_worker.oracle_cells import Cells
+from pagecast_worker.oracle_logprobs import OracleLogprobs
 from pagecast_worker.oracle_model import avoid, draw, oracle_tokens, position_weights, row_key, token_terms
 
 __all__ = ["OracleExecutor", "oracle_tokens"]
@@ -69,6 +71,7 @@ class OracleExecutor:
         rows, length = start.max_num_seqs, start.max_model_len
         self.start = start
         self._results.clear()
+        self._logprobs = OracleLogprobs(self.vocab_size)
         self.cells = Cells(start.num_blocks, start.block_size, length)
         self._weights = position_weights(length)
         self.table = np.zeros((rows, self.cells.blocks_for(length)), dtype=np.int64)
@@ -89,7 +92,7 @@ class OracleExecutor:
         self._apply(plan)
         if plan.table_checksum and plan.table_checksum != self.checksum():
             raise PlanError(f"step {plan.step}: block tables differ from the scheduler's")
-        tokens, flags = self._compute(plan)
+        rows, tokens, flags = self._compute(plan)
         step_s = self.config.oracle_step_us * 1e-6
         self._device_free_at = max(self._device_free_at, time.monotonic()) + step_s
         result = StepResult(
@@ -99,6 +102,7 @@ class OracleExecutor:
             tokens=pack_u32(tokens),
             flags=flags.tobytes(),
             device_us=self.config.oracle_step_us,
+            **self._logprobs.fields(plan, rows, tokens, flags, self._known),
         )
         self._results.append((self._device_free_at, result))
 
@@ -145,6 +149,7 @@ class OracleExecutor:
         self._known[row, : len(tokens)] = tokens
         self._num_known[row] = self.num_tokens[row] = len(tokens)
         self._max_tokens[row], self._min_tokens[row] = admission.max_tokens, admission.min_tokens
+        self._logprobs.admit(admission)
         self._keys[row] = row_key(admission.sampling.seed, admission.sequence)
         stops = view_u32(admission.stop_token_ids)
         missing = len(stops) - self._stops.shape[1]
@@ -161,8 +166,8 @@ class OracleExecutor:
         self.table[row, first : first + len(blocks)] = blocks
         self.num_table_blocks[row] = first + len(blocks)
 
-    def _compute(self, plan: StepPlan) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Tokens and flags, [num_steps, rows that sample], step-major."""
+    def _compute(self, plan: StepPlan) -> tuple[Rows, NDArray[np.int64], NDArray[np.uint8]]:
+        """The rows that sample, and tokens and flags, [num_steps, rows that sample], step-major."""
         chunk_rows, starts, lengths = self._rows(plan.chunk_rows), view_u32(plan.chunk_starts), view_u32(plan.chunk_lengths)
         decoding = self._decoding & (self.num_tokens < self._max_tokens)
         decoding[self._rows(plan.paused)] = False
@@ -183,7 +188,7 @@ class OracleExecutor:
             tokens[k, alive], flags[k, alive] = self._sample(rows[alive])
             alive &= (flags[k] & FLAG_STOP == 0) & (self.num_tokens[rows] < self._max_tokens[rows]) & decoding[rows]
         self._decoding[finishing] = True
-        return tokens, flags
+        return rows, tokens, flags
 
     def _prefill(self, rows: Rows, starts: Rows, lengths: Rows) -> None:
         """Write the cells of every chunk. A chunk may continue from blocks that another chunk of this step fills: that one

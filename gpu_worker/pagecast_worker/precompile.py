@@ -150,6 +150,7 @@ def launch_all(request: dict[str, Any]) -> None:
     from pagecast_worker.models.decoder import Decoder
     from pagecast_worker.models.registry import architecture
     from pagecast_worker.parallel import Mute, Ranks
+    from pagecast_worker.token_rules import TokenRules
     from pagecast_worker.torch_executor import TorchExecutor, warm_sizes
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
@@ -160,7 +161,8 @@ def launch_all(request: dict[str, Any]) -> None:
     model = Decoder(shape, architecture(shape.architecture).names, ranks, device, dtype, 64)
     cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, dtype)
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
-    worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops)
+    rules = TokenRules(config.max_num_seqs, shape.vocab_size, device)
+    worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops, rules=rules)
     blocks = torch.zeros(1, dtype=torch.int32, device=device)
     cache.copy(worker.ops, blocks, blocks)
     for size in warm_sizes(config.max_num_seqs):

@@ -38,7 +38,7 @@ class Schedule:
     """What a plan computes. decode_rows ascend; token t of the step is decode row t, then come the chunks end to end.
 
     sample_rows ascend; sample_index[i] is the token of the step whose logits row sample_rows[i] draws from. later[j] holds the
-    rows that still decode in step j + 1 of a k-step plan. early: whether min_tokens binds a sampling row, per step of the plan.
+    rows that still decode in step j + 1 of a k-step plan. early: the sampling rows that min_tokens binds, per step of the plan.
     """
 
     decode_rows: Int
@@ -49,7 +49,7 @@ class Schedule:
     sample_rows: Int
     sample_index: Int
     later: list[Int]
-    early: list[bool]
+    early: list[Int]
 
     @property
     def decode_only(self) -> bool:
@@ -139,9 +139,9 @@ class RowBook:
         counts = self.num_blocks
         return table_checksum((r, int(self.num_tokens[r]), self.table[r, : counts[r]]) for r in np.flatnonzero(self.active).tolist())
 
-    def _take(self, rows: Int) -> bool:
-        """Each row samples one token more. Whether min_tokens binds any of them."""
-        early = bool((self.num_tokens[rows] < self.min_tokens[rows]).any())
+    def _take(self, rows: Int) -> Int:
+        """Each row samples one token more. Returns those that min_tokens binds."""
+        early = rows[self.num_tokens[rows] < self.min_tokens[rows]]
         self.num_tokens[rows] += 1
         return early
 

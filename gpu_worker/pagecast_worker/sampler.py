@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pagecast_wire.result import FLAG_BAD, FLAG_STOP
-from pagecast_worker.batch_state import MIN_P, MIN_TOKENS, NUM_TOKENS, SEQUENCE, TEMPERATURE, TOP_K, TOP_P, BatchState
-from pagecast_worker.inputs import SampleInputs
+from pagecast_wire.result import FLAG_BAD, FLAG_DEAD, FLAG_STOP
+from pagecast_worker.batch_state import MIN_P, NUM_TOKENS, SEQUENCE, TEMPERATURE, TOP_K, TOP_P, BatchState
+from pagecast_worker.staging import Packet, Staging
+from pagecast_worker.step_outputs import Decoded, SampleInputs
+from pagecast_worker.token_rules import Masks, StepRules, TokenRules
 
 
 def sample_rows(ops: Any, state: BatchState, logits: Tensor, rows: SampleInputs) -> Tensor:
@@ -15,19 +19,74 @@ def sample_rows(ops: Any, state: BatchState, logits: Tensor, rows: SampleInputs)
 
     Running it again over the same inputs gives the same result: lengths are set from the gathered ones, not counted up.
     """
-    lengths = rows.scalars[NUM_TOKENS]
+    return ops.finish_rows(_draw(ops, logits, rows), rows.rows, rows.scalars[NUM_TOKENS], state.scalars, state.stops, FLAG_STOP, FLAG_BAD)
+
+
+def _draw(ops: Any, logits: Tensor, rows: SampleInputs) -> Tensor:
     floats = rows.scalars.view(torch.float32)
-    drawn = ops.sample(
-        logits, floats[TEMPERATURE], rows.scalars[TOP_K], floats[TOP_P], floats[MIN_P], rows.seeds, rows.scalars[SEQUENCE], lengths
-    )
-    return ops.finish_rows(drawn, rows.rows, lengths, state.scalars, state.stops, FLAG_STOP, FLAG_BAD)
+    return ops.sample(
+        logits, floats[TEMPERATURE], rows.scalars[TOP_K], floats[TOP_P], floats[MIN_P], rows.seeds, rows.scalars[SEQUENCE],
+        rows.scalars[NUM_TOKENS],
+    )  # fmt: skip
 
 
-def forbid_early_stops(state: BatchState, logits: Tensor, rows: SampleInputs) -> Tensor:
-    """logits with -inf at the stop ids of rows that do not hold min_tokens tokens yet; a copy."""
-    stops = state.stops.index_select(0, rows.rows)
-    early = (rows.scalars[NUM_TOKENS] < rows.scalars[MIN_TOKENS]).unsqueeze(1) & (stops >= 0)
-    ids = stops.clamp(min=0).long()
-    # A row repeats its first stop id to the end, so equal ids always write equal values.
-    values = logits.gather(1, ids).masked_fill(early, -torch.inf)
-    return logits.scatter(1, ids, values)
+def follow_rules(
+    ops: Any, state: BatchState, rules: TokenRules, decoded: Decoded, wanted: StepRules, staging: Staging, masks: Masks | None
+) -> Tensor | None:
+    """Corrects decoded.out where rows have rules. Returns the log-probabilities that rows ask for, as `logprob_columns` gives them.
+
+    masks: of the rows under a constraint, which all stand in wanted.places.
+    """
+    if len(wanted.places):
+        packet = Packet()
+        packet.add(whole_words(wanted.places))
+        packet.add(wanted.kinds)
+        packet.add(np.full(len(wanted.places), -1) if masks is None else masks.index)
+        if masks is not None:
+            packet.add(masks.words)
+        places, kinds, mask_index, *words = packet.upload(staging)
+        draw_again(ops, state, rules, decoded, places, kinds, words[0] if words else rules.no_mask, mask_index)
+    if not len(wanted.logprob_places):
+        return None
+    packet = Packet()
+    packet.add(wanted.logprob_places)
+    places = packet.upload(staging)[0].long()
+    logits, tokens = decoded.logits.index_select(0, places), decoded.out[0].index_select(0, places)
+    return logprob_columns(ops, logits, tokens, int(wanted.logprob_counts.max()))
+
+
+def whole_words(places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """places with its last one repeated up to a multiple of 4: rows of what is gathered by them then begin at multiples of 16 bytes, as
+    kernels are compiled once more for pointers that do not."""
+    return np.pad(places, (0, -len(places) % 4), mode="edge")
+
+
+def draw_again(
+    ops: Any, state: BatchState, rules: TokenRules, decoded: Decoded, places: Tensor, kinds: Tensor, masks: Tensor, mask_index: Tensor
+) -> None:
+    """For K rows of the step. places int32, filled up by `whole_words`; kinds int32[K], masks int32[M, W], mask_index int32[K]: see
+    reference.adjust_logits.
+
+    A row to which the rules leave no token is FLAG_DEAD; one whose logits were not numbers stays FLAG_BAD.
+    """
+    count, inputs, out = kinds.shape[0], decoded.rows, decoded.out
+    padded = places.long()
+    index = padded[:count]
+    scalars = inputs.scalars.index_select(1, padded)[:, :count]
+    mine = SampleInputs(inputs.rows.index_select(0, index), scalars, inputs.seeds.index_select(0, index))
+    adjusted = ops.adjust_logits(
+        decoded.logits, places[:count], mine.rows, kinds, rules.counts, rules.bias, rules.penalties, masks, mask_index
+    )  # fmt: skip
+    adjusted = ops.forbid_tokens(adjusted, mine.rows, kinds, rules.words, rules.recent, state.stops)
+    drawn = _draw(ops, adjusted, mine)
+    again = ops.finish_rows(drawn, mine.rows, scalars[NUM_TOKENS], state.scalars, state.stops, FLAG_STOP, FLAG_DEAD)
+    ops.note_tokens(again[0], mine.rows, kinds, rules.counts, rules.recent)
+    again[1] |= out[1].index_select(0, index) & FLAG_BAD
+    out.index_copy_(1, index, again)
+
+
+def logprob_columns(ops: Any, logits: Tensor, tokens: Tensor, num: int) -> Tensor:
+    """int32[K, 1 + 2·num]: of tokens int32[K] under the log-softmax of logits[K, V] the values' float32 bits, then the num best ids, then
+    their values' bits."""
+    chosen, ids, best = ops.top_logprobs(logits, tokens, num)
+    return torch.cat((chosen.unsqueeze(1).view(torch.int32), ids, best.view(torch.int32)), 1)

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagecast_wire.codec import pack_u32
 from pagecast_wire.intake import LoadProgress, ModelFacts
 from pagecast_wire.plan import StartEpoch, StepPlan
-from pagecast_wire.result import FLAG_IDLE, FLAG_STOP, StepResult
+from pagecast_wire.result import StepResult
 from pagecast_worker.backend import Backend, device_named
 from pagecast_worker.batch_state import BatchState
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, ReportProgress
-from pagecast_worker.graphs import Decoded, DecodeGraphs
+from pagecast_worker.graphs import DecodeGraphs
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
@@ -30,17 +29,23 @@ from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_fo
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import ByTorch, Ranks
 from pagecast_worker.precompile import start_precompilation
+from pagecast_worker.results import Kept, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
-from pagecast_worker.sampler import forbid_early_stops, sample_rows
+from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
 from pagecast_worker.staging import Download, Packet
+from pagecast_worker.step_outputs import Decoded
+from pagecast_worker.token_rules import PromptPart, TokenRules
+
+MAX_PROMPT_LOGITS = 64
+"""Prompt positions that go through the head at a time for their log-probabilities."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A plan under way. sub_rows: the rows that sample in each of its steps."""
+    """A plan under way, and what of it stays on the device until it comes down."""
 
     plan: StepPlan
-    sub_rows: list[Int]
+    kept: Kept
     download: Download
 
 
@@ -79,6 +84,7 @@ class TorchExecutor:
             self.backend.prepare(self.model)
             self.ops = self.backend.ops
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
+            self.rules = TokenRules(config.max_num_seqs, shape.vocab_size, self.device)
             if ahead is not None:
                 report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
                 ahead.wait()
@@ -113,7 +119,8 @@ class TorchExecutor:
         report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
         peak_step(self)
         report(LoadProgress(rank=config.rank, phase="kernels", done=1, total=1))
-        num_blocks = num_blocks_for(config, self.device, bytes_per_block, peak=lambda: peak_step(self))
+        later = self.rules.state_bytes()
+        num_blocks = num_blocks_for(config, self.device, bytes_per_block, peak=lambda: peak_step(self), later_bytes=later)
         self.cache = self._cache(num_blocks)
         return num_blocks
 
@@ -168,6 +175,7 @@ class TorchExecutor:
         self.backend.synchronize()
         self._pending.clear()
         self.state.clear()
+        self.rules.clear()
         self._book = RowBook(start, self.state.max_blocks)
 
     @torch.inference_mode()
@@ -184,11 +192,7 @@ class TorchExecutor:
             return None
         pending = self._pending.popleft()
         arrays, device_us = pending.download.wait()
-        tokens, flags = join_steps(arrays, pending.sub_rows)
-        plan = pending.plan
-        return StepResult(
-            epoch=plan.epoch, step=plan.step, rank=self.config.rank, tokens=pack_u32(tokens), flags=flags.tobytes(), device_us=device_us
-        )
+        return build_result(pending.plan, self.config.rank, pending.kept, arrays, device_us)
 
     def close(self) -> None:
         if self._group is None:  # else a step may never end, because another rank has
@@ -203,6 +207,7 @@ class TorchExecutor:
         schedule = book.schedule(plan)
         staging = self.backend.staging
         staging.begin()
+        self.rules.admit(changes.admissions, staging)
         packet = Packet()
         self.state.pack(changes, packet)
         clears = self.backend.clear_blocks and len(changes.fresh_blocks) > 0
@@ -217,8 +222,9 @@ class TorchExecutor:
             self.cache.copy(self.ops, parts.pop(0), parts.pop(0))
         if clears:
             self.cache.clear(parts.pop(0))
-        self._run(schedule, parts, sent)
-        return _Pending(plan, [schedule.sample_rows, *schedule.later], staging.download())
+        kept = Kept()
+        self._run(schedule, parts, sent, kept)
+        return _Pending(plan, kept, staging.download())
 
     def _pack_rows(self, schedule: Schedule, book: RowBook, packet: Packet) -> bool:
         """Adds what the first step of the plan needs. Whether a decode-only step sends row numbers."""
@@ -238,36 +244,47 @@ class TorchExecutor:
         packet.add(padded)
         return True
 
-    def _run(self, schedule: Schedule, parts: list[Tensor], sent: bool) -> None:
+    def _run(self, schedule: Schedule, parts: list[Tensor], sent: bool, kept: Kept) -> None:
         """All steps of a plan, in order on the device."""
-        if schedule.decode_only:
-            if len(schedule.decode_rows):
-                self._decode_rows(len(schedule.decode_rows), parts[0] if sent else None, schedule.early[0])
+        if not schedule.decode_only:
+            decoded = self._mixed(schedule, parts, kept)
+        elif len(schedule.decode_rows):
+            decoded = self._decode_rows(len(schedule.decode_rows), parts[0] if sent else None)
         else:
-            self._mixed(schedule, parts)
+            decoded = None
+        self._sampled(schedule.sample_rows, schedule.early[0], decoded, kept)
         for rows, early in zip(schedule.later, schedule.early[1:], strict=True):
-            if len(rows):
-                self._later(rows, early)
+            self._sampled(rows, early, self._later(rows) if len(rows) else None, kept)
 
-    def _later(self, rows: Int, early: bool) -> None:
+    def _sampled(self, rows: Int, early: Int, decoded: Decoded | None, kept: Kept) -> None:
+        """One step's tokens are drawn: rows that have rules are drawn again, and what is to come down is kept."""
+        wanted = self.rules.of_step(rows, early) if decoded is not None else None
+        step = SubStep(rows, rows[:0], rows[:0])
+        kept.steps.append(step)
+        if decoded is None:
+            return
+        logprobs = None
+        if wanted is not None:
+            step.logprob_places, step.logprob_counts = wanted.logprob_places, wanted.logprob_counts
+            logprobs = follow_rules(self.ops, self.state, self.rules, decoded, wanted, self.backend.staging, None)
+        self.backend.staging.keep(decoded.out[:, : len(rows)])
+        if logprobs is not None:
+            self.backend.staging.keep(logprobs)
+
+    def _later(self, rows: Int) -> Decoded:
         """One more decode step of a k-step plan."""
         padded = self._graphs.padded(rows) if self._graphs is not None else rows
         sent = None
         if padded is not None:
             sent = self.backend.staging.upload(padded.astype(np.int32))
-        self._decode_rows(len(rows), sent, early)
+        return self._decode_rows(len(rows), sent)
 
-    def _decode_rows(self, count: int, sent: Tensor | None, early: bool) -> None:
+    def _decode_rows(self, count: int, sent: Tensor | None) -> Decoded:
         """A decode step of `count` rows, through a graph where there is one. sent: their numbers, if the device lacks them."""
         if self._graphs is not None:
-            decoded = self._graphs.replay(count, sent)
-        else:
-            assert sent is not None
-            decoded = self._decode(sent)
-        out = decoded.out
-        if early:
-            out = sample_rows(self.ops, self.state, forbid_early_stops(self.state, decoded.logits, decoded.rows), decoded.rows)
-        self.backend.staging.keep(out[:, :count])
+            return self._graphs.replay(count, sent)
+        assert sent is not None
+        return self._decode(sent)
 
     def _decode(self, rows: Tensor) -> Decoded:
         """One decode step of rows int32[B]; what graphs capture."""
@@ -275,61 +292,56 @@ class TorchExecutor:
         logits = self.model.logits(self.ops, self.model.forward(self.ops, step, self.cache.layers))
         return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
 
-    def _padded(self, padded: PaddedStep) -> Tensor:
+    def _padded(self, padded: PaddedStep) -> Decoded:
         """One padded step with prefill chunks; what graphs capture."""
         step, sampling = padded_inputs(self.ops, self.state, padded, self.config.block_size)
         hidden = self.model.forward(self.ops, step, self.cache.layers)
         logits = self.model.logits(self.ops, hidden.index_select(0, padded.sample_index.long()))
-        return sample_rows(self.ops, self.state, logits, sampling)
+        return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
 
     def _mixed_size(self, schedule: Schedule) -> Size | None:
-        """The graph for a step with chunks. None: without one, as where min_tokens forbids stop ids."""
-        if self._mixed_graphs is None or schedule.early[0]:
+        """The graph for a step with chunks. None: without one, as where a prompt's log-probabilities are wanted."""
+        if self._mixed_graphs is None or len(self._prompt_parts(schedule)):
             return None
         return self._mixed_graphs.fitting(schedule)
 
-    def _mixed(self, schedule: Schedule, parts: list[Tensor]) -> None:
+    def _prompt_parts(self, schedule: Schedule) -> list[PromptPart]:
+        return self.rules.prompt_parts(schedule.chunk_rows, schedule.chunk_starts, schedule.chunk_lengths)
+
+    def _mixed(self, schedule: Schedule, parts: list[Tensor], kept: Kept) -> Decoded | None:
         """A step with prefill chunks, decoding rows in front. Only rows that sample go through the head."""
         size = self._mixed_size(schedule)
         if size is not None and self._mixed_graphs is not None:
-            out = self._mixed_graphs.replay(size, parts[0])
-            if len(schedule.sample_rows):
-                self.backend.staging.keep(out[:, : len(schedule.sample_rows)])
-            return
+            decoded = self._mixed_graphs.replay(size, parts[0])
+            return decoded if len(schedule.sample_rows) else None
         step, sample_index, rows = unpack_mixed(schedule, self.state, parts)
         hidden = self.model.forward(self.ops, step, self.cache.layers)
+        kept.prompts = self._prompt_parts(schedule)
+        for part in kept.prompts:
+            self.backend.staging.keep(self._prompt_logprobs(part, hidden, len(schedule.decode_rows) + part.first))
         if not len(schedule.sample_rows):
-            return
+            return None
         logits = self.model.logits(self.ops, hidden.index_select(0, sample_index.long()))
         sampling = sample_inputs(self.ops, self.state, rows, self.config.block_size)
-        if schedule.early[0]:
-            logits = forbid_early_stops(self.state, logits, sampling)
-        self.backend.staging.keep(sample_rows(self.ops, self.state, logits, sampling))
+        return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
+
+    def _prompt_logprobs(self, part: PromptPart, hidden: Tensor, first: int) -> Tensor:
+        """int32[count, 1 + 2 num], see logprob_columns, from hidden[first], which foretells the part's first token, and those after it.
+
+        As many logits at a time as a step may sample for, so that memory stays within what was measured.
+        """
+        assert self._book is not None
+        known = self._book.known[part.row, part.start : part.start + part.count]
+        tokens = self.backend.staging.upload(known.astype(np.int32))
+        pieces: list[Tensor] = []
+        for begin in range(0, part.count, slice_size := min(self.config.max_num_seqs, MAX_PROMPT_LOGITS)):
+            piece = slice(begin, min(begin + slice_size, part.count))
+            logits = self.model.logits(self.ops, hidden[first + piece.start : first + piece.stop])
+            pieces.append(logprob_columns(self.ops, logits, tokens[piece], part.num))
+        return torch.cat(pieces)
 
 
 def warm_sizes(max_num_seqs: int) -> list[int]:
     """Numbers of sequences that between them need every compiled variant: attention is compiled for powers of 4 from 16 on,
     sampling for how many programs share a row, and 1 has a product of its own."""
     return sorted({min(1 << bit, max_num_seqs) for bit in range(max_num_seqs.bit_length())} | {max_num_seqs})
-
-
-def join_steps(arrays: list[np.ndarray], sub_rows: list[Int]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 and flags uint8, [steps, rows that sample in the first], from each step's [2, rows of that step].
-
-    A row that a step leaves out, or that met a stop id in an earlier one, is idle there.
-    """
-    rows = sub_rows[0]
-    tokens = np.zeros((len(sub_rows), len(rows)), dtype=np.int32)
-    flags = np.full((len(sub_rows), len(rows)), FLAG_IDLE, dtype=np.uint8)
-    filled = iter(arrays)
-    ended = np.zeros(len(rows), dtype=bool)
-    for k, sampled in enumerate(sub_rows):
-        if not len(sampled):
-            continue
-        out = next(filled)
-        places = np.searchsorted(rows, sampled)
-        tokens[k, places] = out[0]
-        flags[k, places] = out[1]
-        flags[k, ended] = FLAG_IDLE
-        ended |= flags[k] & FLAG_STOP != 0
-    return tokens, flags

@@ -8,7 +8,7 @@ from torch import Tensor
 _TILE = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _top_logprobs(logits_ptr, tokens_ptr, chosen_ptr, ids_ptr, logprobs_ptr, vocab, stride, num, TILE: tl.constexpr):
     row = tl.program_id(0)
     logits = logits_ptr + row.to(tl.int64) * stride

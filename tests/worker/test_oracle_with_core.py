@@ -3,6 +3,7 @@
 import random
 from collections import deque
 
+import numpy as np
 import pytest
 
 from pagecast_scheduler.core.config import SchedulerConfig
@@ -13,6 +14,11 @@ from pagecast_wire.result import StepResult
 from pagecast_wire.sampling import SamplingParams, StopRules
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.oracle import OracleExecutor, oracle_tokens
+from pagecast_worker.oracle_logprobs import oracle_logprobs
+
+
+def f32(column: bytes) -> list[float]:
+    return np.frombuffer(column, "<f4").tolist()
 
 
 class Run:
@@ -33,6 +39,10 @@ class Run:
         self.executor.start_epoch(self.core.start_epoch())
         self.expected: dict[int, list[int]] = {}
         self.received: dict[int, list[int]] = {}
+        self.told: dict[int, list[tuple[float, list[int], list[float]]]] = {}
+        self.prompt_told: dict[int, list[tuple[float, list[int], list[float]]]] = {}
+        self.submitted: dict[int, Submit] = {}
+        self.vocab_size = vocab_size
         self.finished: set[int] = set()
         stem = [rng.randrange(vocab_size) for _ in range(100)]
         for index in range(30):
@@ -41,7 +51,11 @@ class Run:
             self.submit(1 << KEY_BITS | index, prompt, StopRules(length, rng.choice((0, min(5, length))), pack_u32(stops)), vocab_size)
 
     def submit(self, key: int, prompt: list[int], stop: StopRules, vocab_size: int) -> None:
-        request = Submit(key=key, prompt=pack_u32(prompt), sampling=SamplingParams(seed=key), stop=stop, cache_namespace=bytes(32))
+        sampling = SamplingParams(
+            seed=key, num_logprobs=self.rng.choice((-1, -1, 0, 3)), num_prompt_logprobs=self.rng.choice((-1, -1, -1, 0, 2))
+        )
+        request = Submit(key=key, prompt=pack_u32(prompt), sampling=sampling, stop=stop, cache_namespace=bytes(32))
+        self.submitted[key], self.told[key], self.prompt_told[key] = request, [], []
         assert isinstance(self.core.submit(request, 0), Accepted)
         stops = view_u32(stop.stop_token_ids).tolist()
         self.expected[key] = oracle_tokens(prompt, stop.max_output_tokens, key, 0, vocab_size, stops, stop.min_output_tokens)
@@ -70,6 +84,17 @@ class Run:
             for key, offset, count in zip(keys, offsets, counts, strict=True):
                 assert offset == len(self.received[key])
                 self.received[key] += [next(tokens) for _ in range(count)]
+            for told in batch.logprobs:
+                assert told.offset == len(self.told[told.key]) and told.offset < len(self.received[told.key])
+                self.told[told.key].append((told.logprob, view_u32(told.top_ids).tolist(), f32(told.top_logprobs)))
+            for part in batch.prompt_logprobs:
+                assert part.start == 1 + len(self.prompt_told[part.key]) and len(self.received[part.key]) <= 1
+                values, num = f32(part.logprobs), part.num_top
+                ids, best = view_u32(part.top_ids).tolist(), f32(part.top_logprobs)
+                assert len(ids) == len(best) == num * len(values)
+                self.prompt_told[part.key] += [
+                    (value, ids[at * num : (at + 1) * num], best[at * num : (at + 1) * num]) for at, value in enumerate(values)
+                ]
             self.finished |= {end.key for end in batch.finished}
 
 
@@ -79,3 +104,8 @@ def test_the_core_s_plans_give_the_predicted_tokens(seed: int, max_steps_per_pla
     run = Run(seed, max_steps_per_plan)
     run.until_done()
     assert run.received == run.expected
+    for key, request in run.submitted.items():
+        num, num_prompt = request.sampling.num_logprobs, request.sampling.num_prompt_logprobs
+        output, prompt = run.received[key] if num >= 0 else [], view_u32(request.prompt).tolist()[1:] if num_prompt >= 0 else []
+        assert run.told[key] == [oracle_logprobs(token, num, run.vocab_size) for token in output]
+        assert run.prompt_told[key] == [oracle_logprobs(token, num_prompt, run.vocab_size) for token in prompt]

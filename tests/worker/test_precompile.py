@@ -42,5 +42,6 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, pref
     assert names == {
         "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_gemv", "_narrow", "_paged_decode",
         prefill, "_rms_norm", "_rope_and_write_kv", "_whole_row",
+        "_adjust_logits", "_forbid_tokens", "_note_tokens", "_top_logprobs",
     }
     assert list((tmp_path / "cache").glob("*/*.cubin"))

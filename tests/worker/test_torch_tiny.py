@@ -13,7 +13,8 @@ from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import PlanError
 from pagecast_worker.graphs import DecodeGraphs, buckets
-from pagecast_worker.torch_executor import TorchExecutor, join_steps
+from pagecast_worker.results import join_steps
+from pagecast_worker.torch_executor import TorchExecutor
 
 NUM_BLOCKS = 60
 GREEDY = SamplingParams(temperature=0.0)

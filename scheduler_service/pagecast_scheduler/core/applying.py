@@ -3,14 +3,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from pagecast_scheduler.core.logprobs import Logprobs, emit_logprobs, read_logprobs, tell_prompts, token_logprobs
 from pagecast_scheduler.core.outputs import Cohort
 from pagecast_scheduler.core.request import Sequence
 from pagecast_scheduler.core.rows import Index
 from pagecast_scheduler.core.state import Detached, InFlight, State
 from pagecast_wire.codec import view_u32
-from pagecast_wire.intake import Phase, TokenLogprobs
-from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP, StepResult
-from pagecast_wire.sampling import FinishReason
+from pagecast_wire.intake import Phase
+from pagecast_wire.result import FLAG_BAD, FLAG_DEAD, FLAG_IDLE, FLAG_LARGE, FLAG_STOP, StepResult
+from pagecast_wire.sampling import ConstraintFault, FinishReason
 
 Tokens = NDArray[np.uint32]
 Flags = NDArray[np.uint8]
@@ -33,7 +34,9 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
         raise ResultError(f"step {result.step}: {len(tokens)} tokens and {len(result.flags)} flags for {total} samples")
     s.in_flight.popleft()
     s.applied_step = result.step
-    logprobs = _logprobs(result) if result.logprob_rows else {}
+    logprobs = read_logprobs(result) if result.logprob_rows else {}
+    if record.telling:
+        tell_prompts(s, record, result)
     if record.entering:
         _first_tokens(s, record, now)
     plain = record.num_steps == 1 and not logprobs and result.flags == bytes(total)
@@ -51,18 +54,18 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
 
 
 def _apply_one(
-    s: State, record: InFlight, k: int, tokens: Tokens, flags: Flags, logprobs: dict[int, tuple[float, bytes, bytes]], now: int
+    s: State, record: InFlight, k: int, tokens: Tokens, flags: Flags, logprobs: Logprobs, now: int
 ) -> None:
     """One of the plan's steps, in which rows may have come, gone or ended. k: which of the num_steps."""
     cohort, rows = record.cohort, s.rows
     live = rows.generation[cohort.rows] == cohort.generations
-    usable = flags & (FLAG_IDLE | FLAG_BAD) == 0
+    usable = flags & (FLAG_IDLE | FLAG_BAD | FLAG_DEAD) == 0
     if record.limits is not None:
         usable &= record.limits > k
     if not live.all():
         _apply_detached(s, cohort, np.flatnonzero(~live & usable), tokens, flags, logprobs, now)
     if logprobs:
-        _emit_logprobs(s, cohort, live & usable, logprobs)
+        emit_logprobs(s, cohort, live & usable, logprobs)
     chosen = live & usable
     bad = np.flatnonzero(flags & FLAG_BAD)
     stopped = cohort.rows[chosen & (flags & FLAG_STOP != 0)]
@@ -74,6 +77,16 @@ def _apply_one(
         s.finish(seq, FinishReason.STOP, now, stop_token_id=int(rows.tokens[row, rows.num_tokens[row] - 1]))
     if len(bad):
         _apply_bad(s, record, bad, now)
+    for at in np.flatnonzero(flags & FLAG_DEAD).tolist():
+        _apply_dead(s, record, at, int(flags[at]), now)
+
+
+def _apply_dead(s: State, record: InFlight, at: int, flags: int, now: int) -> None:
+    """A row whose rules left no token: its sequence ends without one."""
+    seq = s.holder(int(record.cohort.rows[at]), int(record.cohort.generations[at]))
+    if seq is not None and not flags & (FLAG_IDLE | FLAG_BAD):
+        fault = ConstraintFault.TOO_LARGE if flags & FLAG_LARGE else ConstraintFault.NO_TOKEN
+        s.finish(seq, FinishReason.CONSTRAINT_FAILED, now, constraint_fault=fault)
 
 
 def _narrow(s: State, cohort: Cohort, chosen: NDArray[np.bool_]) -> Cohort:
@@ -104,19 +117,17 @@ def _append(s: State, cohort: Cohort, tokens: Tokens) -> None:
 
 def _first_tokens(s: State, record: InFlight, now: int) -> None:
     for row, generation in record.entering:
-        entry = s.detached.get((row, generation))
-        live = s.rows.generation[row] == generation
-        seq = s.rows.owner(row) if live else entry.seq if entry is not None else None
+        seq = s.holder(row, generation)
         if seq is None:
             continue
         if seq.first_token_at < 0:
             seq.first_token_at = now
-        if live and not seq.request.paused:
+        if seq.row >= 0 and not seq.request.paused:
             s.report(seq, Phase.DECODING)
 
 
 def _apply_detached(
-    s: State, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, logprobs: dict[int, tuple[float, bytes, bytes]], now: int
+    s: State, cohort: Cohort, positions: Index, tokens: Tokens, flags: Flags, logprobs: Logprobs, now: int
 ) -> None:
     """Rows that are no longer who they were: last results of sequences that wait for them; anything else is stale and ignored."""
     for at in positions.tolist():
@@ -125,7 +136,7 @@ def _apply_detached(
             continue
         seq = entry.seq
         if at in logprobs:
-            s.outputs.add_logprobs(seq.request.slot, _token_logprobs(seq, seq.num_output_tokens, logprobs[at]))
+            s.outputs.add_logprobs(seq.request.slot, token_logprobs(seq, seq.num_output_tokens, logprobs[at]))
         _append_detached(s, entry, tokens[at : at + 1])
         if flags[at] & FLAG_STOP:
             s.finish(seq, FinishReason.STOP, now, stop_token_id=int(tokens[at]))
@@ -197,33 +208,6 @@ def _start_over(s: State, bad: Index, now: int) -> None:
     for entry in list(s.detached.values()):
         if np.isin(_blocks_of(s, entry.seq)[0], bad).any():
             s.reattach(entry.seq, now)
-
-
-def _logprobs(result: StepResult) -> dict[int, tuple[float, bytes, bytes]]:
-    """Index into the token column -> (log-probability, best ids, their log-probabilities)."""
-    at = view_u32(result.logprob_rows).tolist()
-    values = np.frombuffer(result.logprobs, "<f4").tolist()
-    counts = view_u32(result.top_counts).tolist() if result.top_counts else [0] * len(at)
-    found: dict[int, tuple[float, bytes, bytes]] = {}
-    start = 0
-    for index, value, count in zip(at, values, counts, strict=True):
-        part = slice(4 * start, 4 * (start + count))
-        found[index] = (value, result.top_ids[part], result.top_logprobs[part])
-        start += count
-    return found
-
-
-def _emit_logprobs(s: State, cohort: Cohort, usable: NDArray[np.bool_], logprobs: dict[int, tuple[float, bytes, bytes]]) -> None:
-    for at, values in logprobs.items():
-        if 0 <= at < len(usable) and usable[at]:
-            row = int(cohort.rows[at])
-            seq = s.rows.owner(row)
-            offset = int(s.rows.num_tokens[row]) - seq.request.num_prompt_tokens
-            s.outputs.add_logprobs(seq.request.slot, _token_logprobs(seq, offset, values))
-
-
-def _token_logprobs(seq: Sequence, offset: int, values: tuple[float, bytes, bytes]) -> TokenLogprobs:
-    return TokenLogprobs(seq.request.key, seq.index, offset, values[0], values[1], values[2])
 
 
 def _clear_suspect(s: State, now: int) -> None:

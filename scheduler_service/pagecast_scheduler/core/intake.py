@@ -1,6 +1,7 @@
 """From a Submit to a Request, or to the reason why not. Nothing is changed here."""
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pagecast_scheduler.core import policy
@@ -10,6 +11,7 @@ from pagecast_scheduler.core.request import NEVER, Request, Sequence, slot_of
 from pagecast_scheduler.core.state import State
 from pagecast_wire.codec import WireError, view_u32
 from pagecast_wire.intake import Priority, Rejected, RejectReason, Submit
+from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 
 _NAMESPACE_BYTES = 32
 _MAX_SEQUENCES = 1024  # front ends set the limit that callers see; this one keeps a broken one from filling the memory
@@ -34,10 +36,26 @@ def _malformed(s: State, submit: Submit) -> Rejected | None:
         "prompt": len(tokens) >= 1, "num_sequences": 1 <= submit.num_sequences <= _MAX_SEQUENCES,
         "history": len(histories) in (0, submit.num_sequences), "max_output_tokens": submit.stop.max_output_tokens >= 1,
         "min_output_tokens": 0 <= submit.stop.min_output_tokens <= submit.stop.max_output_tokens,
+        "sampling": _sampling_is_sound(submit.sampling),
         "priority": submit.priority in tuple(Priority), "cache_namespace": len(submit.cache_namespace) == _NAMESPACE_BYTES,
     }  # fmt: skip
     wrong = [field for field, right in checks.items() if not right]
     return Rejected(key, RejectReason.INVALID, wrong[0]) if wrong else None
+
+
+def _sampling_is_sound(sampling: SamplingParams) -> bool:
+    """Whether workers can hold the rules for tokens: columns that belong together, numbers within the wire's limits."""
+    words = len(sampling.bad_word_lengths) // 4
+    columns = (sampling.logit_bias_ids, sampling.allowed_token_ids, sampling.bad_word_tokens, sampling.bad_word_lengths)
+    if any(len(column) % 4 for column in columns) or len(sampling.logit_bias_ids) != len(sampling.logit_bias_values):
+        return False
+    if max(sampling.num_logprobs, sampling.num_prompt_logprobs) > MAX_LOGPROBS or words > MAX_BAD_WORDS:
+        return False
+    if sampling.repetition_penalty <= 0:
+        return False
+    lengths = view_u32(sampling.bad_word_lengths)
+    in_range = ((lengths >= 1) & (lengths <= MAX_BAD_WORD_TOKENS)).all()
+    return bool(in_range) and 4 * int(lengths.sum()) == len(sampling.bad_word_tokens)
 
 
 def _never_fits(s: State, submit: Submit) -> Rejected | None:
@@ -79,6 +97,8 @@ def least_output(submit: Submit) -> int:
 
 def build(s: State, submit: Submit, now: int) -> Request:
     """The request and its sequences, WAITING. Its tenant is entered by the caller."""
+    if submit.sampling.num_prompt_logprobs >= 0:  # of tokens that are not computed nothing could be told
+        submit = replace(submit, bypass_prefix_cache=True)
     prompt = view_u32(submit.prompt)
     stop = submit.stop
     request = Request(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pagecast_scheduler.core.rows import Index, Rows
 from pagecast_wire.codec import pack_u32, pack_u64
-from pagecast_wire.intake import Finished, FrontendBatch, Progress, TokenLogprobs
+from pagecast_wire.intake import Finished, FrontendBatch, Progress, PromptLogprobs, TokenLogprobs
 
 Column = NDArray[np.uint32]
 
@@ -56,13 +56,14 @@ _NO_TOKENS = (b"", b"", b"", b"", b"")
 class _Pending:
     """What one front end has not been told yet. segments: (keys, sequences, offsets, counts, tokens) as packed columns."""
 
-    __slots__ = ("finished", "logprobs", "progress", "segments")
+    __slots__ = ("finished", "logprobs", "progress", "prompt_logprobs", "segments")
 
     def __init__(self) -> None:
         self.segments: list[tuple[bytes, bytes, bytes, bytes, bytes]] = []
         self.finished: list[Finished] = []
         self.progress: dict[int, Progress] = {}  # by key: only the latest counts
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[PromptLogprobs] = []
 
 
 class Outputs:
@@ -93,6 +94,9 @@ class Outputs:
     def add_logprobs(self, slot: int, logprobs: TokenLogprobs) -> None:
         self._of(slot).logprobs.append(logprobs)
 
+    def add_prompt_logprobs(self, slot: int, part: PromptLogprobs) -> None:
+        self._of(slot).prompt_logprobs.append(part)
+
     def drop(self, slot: int) -> None:
         """The front end is gone: forget what it was to learn."""
         self._pending.pop(slot, None)
@@ -113,10 +117,11 @@ def _batch(step: int, pending: _Pending) -> FrontendBatch:
     columns = _NO_TOKENS
     if pending.segments:
         columns = pending.segments[0] if len(pending.segments) == 1 else _merge(pending.segments)
-    if not (pending.finished or pending.progress or pending.logprobs):
+    if not (pending.finished or pending.progress or pending.logprobs or pending.prompt_logprobs):
         return FrontendBatch(step, *columns)
     return FrontendBatch(
-        step, *columns, finished=tuple(pending.finished), progress=tuple(pending.progress.values()), logprobs=tuple(pending.logprobs)
+        step, *columns, finished=tuple(pending.finished), progress=tuple(pending.progress.values()), logprobs=tuple(pending.logprobs),
+        prompt_logprobs=tuple(pending.prompt_logprobs),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class PlanDraft:
     chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, start, length)
     num_prefill_tokens: int = 0
     finishing: list[int] = field(default_factory=list)  # rows whose chunk reaches the end of their known tokens
+    telling: list[int] = field(default_factory=list)  # rows whose chunk tells log-probabilities of the prompt
     admissions: list[Admission] = field(default_factory=list)
     touched: set[int] = field(default_factory=set)  # rows that already have a part in this plan beyond decoding: never victims
 

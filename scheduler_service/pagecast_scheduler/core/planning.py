@@ -109,7 +109,10 @@ def _commit(s: State, draft: PlanDraft, now: int) -> StepPlan:
     # Who samples now decodes in the next step, unless a row stalls: one cohort serves both.
     cohort = s.cohort() if not draft.stalled else Cohort(rows, np.setdiff1d(s.rows.stepping_rows(), draft.stalled))
     entering = [(row, int(rows.generation[row])) for row in draft.finishing]
-    s.in_flight.append(InFlight(s.step, draft.num_steps, cohort, rows.num_freed, now, entering, limits, draft.num_prefill_tokens))
+    telling = [(row, int(rows.generation[row])) for row in draft.telling]
+    s.in_flight.append(
+        InFlight(s.step, draft.num_steps, cohort, rows.num_freed, now, entering, limits, draft.num_prefill_tokens, telling)
+    )  # fmt: skip
     _let_go(s)
     return plan
 

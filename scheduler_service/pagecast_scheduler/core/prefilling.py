@@ -44,6 +44,8 @@ def _add_chunk(s: State, draft: PlanDraft, row: int, start: int, length: int, no
     draft.num_prefill_tokens += length
     draft.touched.add(row)
     s.rows.num_computed[row] = end
+    if seq.index == 0 and seq.request.tells_prompt:
+        draft.telling.append(row)
     seq.num_recomputed_tokens += max(0, min(end, seq.num_computed_before) - start)
     if not seq.request.submit.bypass_prefix_cache:
         s.kv.publish(s.kv.table.row(row), seq.chain, seq.tokens, start // size, end // size, s.step + 1)
@@ -129,6 +131,8 @@ def _shared(s: State, seq: Sequence) -> Blocks:
     request = seq.request
     if s.kv.caching and not request.submit.bypass_prefix_cache:
         return s.kv.lookup(seq.chain, seq.tokens, seq.num_tokens)
+    if seq.index == 0 and request.tells_prompt:
+        return np.zeros(0, np.int64)  # it has to go over the whole prompt itself
     full = (request.num_prompt_tokens - 1) // s.config.block_size
     for sibling in request.sequences:
         if sibling.row >= 0 and s.rows.computed(sibling.row) >= full * s.config.block_size:

@@ -46,11 +46,17 @@ class Request:
     paused: bool = False
     started: bool = False  # any sequence was ever admitted, here or before a scheduler was lost
     num_crashes: int = 0  # worker groups lost in a row while this request was in a step in flight
+    prompt_told: int = 1  # position of the first prompt token whose log-probabilities were not told, if they were asked for
     crash_tokens: int = 0  # once any sequence holds more tokens than this, a suspect is cleared
 
     @property
     def sampling(self) -> SamplingParams:
         return self.submit.sampling
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.submit.sampling.num_prompt_logprobs >= 0 and self.prompt_told < self.num_prompt_tokens
 
     @property
     def priority(self) -> int:

@@ -28,7 +28,7 @@ class InFlight:
 
     cohort: rows that sample, ascending. num_freed: Rows.num_freed when it was made: while equal, every generation still holds.
     entering: rows that sample their first token since admission. limits: per sampling row how many of the num_steps it takes
-    part in (None: all in all).
+    part in (None: all in all). telling: (row, generation) of rows whose chunk tells log-probabilities of the prompt.
     """
 
     step: int
@@ -39,6 +39,7 @@ class InFlight:
     entering: list[tuple[int, int]]
     limits: Index | None = None
     num_prefill_tokens: int = 0
+    telling: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +164,13 @@ class State:
         self.detached[key] = Detached(seq, pending, blocks)
         seq.detached = key
 
+    def holder(self, row: int, generation: int) -> Sequence | None:
+        """Whose row it was at that generation, if that sequence still waits for results of it."""
+        if self.rows.generation[row] == generation:
+            return self.rows.owner(row)
+        entry = self.detached.get((row, generation))
+        return None if entry is None else entry.seq
+
     def free_detached(self) -> bool:
         """Memory is short: blocks of sequences that only await their last results are given back now. False if there were none."""
         freed = False
@@ -198,7 +206,9 @@ class State:
         seq.resumed = True
         self.enqueue(seq, now)
 
-    def finish(self, seq: Sequence, reason: FinishReason, now: int, keep: int | None = None, stop_token_id: int = -1) -> None:
+    def finish(
+        self, seq: Sequence, reason: FinishReason, now: int, keep: int | None = None, stop_token_id: int = -1, constraint_fault: int = 0
+    ) -> None:
         """End one sequence, whatever state it is in. keep: output tokens that count (default: all applied)."""
         request = seq.request
         if seq.row >= 0:
@@ -214,7 +224,8 @@ class State:
         if seq in request.held:
             request.held.remove(seq)
         seq.status = Status.FINISHED
-        self.outputs.add_finished(request.slot, Finished(request.key, seq.index, reason, usage(seq, now, keep), stop_token_id))
+        finished = Finished(request.key, seq.index, reason, usage(seq, now, keep), stop_token_id, constraint_fault)
+        self.outputs.add_finished(request.slot, finished)
         request.num_open -= 1
         if request.num_open == 0:
             self._close(request)

@@ -1,0 +1,24 @@
+"""What a step's forward pass and plain draw leave on the device."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class SampleInputs:
+    """What sampling B rows needs. rows int32[B]; scalars int32[8, B] and seeds int64[B] as in BatchState."""
+
+    rows: Tensor
+    scalars: Tensor
+    seeds: Tensor
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What the first part of a step leaves on the device; a graph's next replay overwrites it. out int32[2, B]: tokens and flags of rows
+    that have no rules of their own; logits[B, V]; rows: what was sampled for."""
+
+    out: Tensor
+    logits: Tensor
+    rows: SampleInputs
