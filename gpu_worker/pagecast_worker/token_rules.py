@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagecast_kernels.reference import BIAS, EARLY, PENALTIES, WORDS
+from pagecast_kernels.plain_token_rules import BIAS, EARLY, PENALTIES, WORDS
 from pagecast_wire.codec import view_u32
 from pagecast_wire.plan import Admission
 from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
@@ -23,7 +23,7 @@ _RECENT = MAX_BAD_WORD_TOKENS - 1
 @dataclass(slots=True)
 class StepRules:
     """The rows of one step that ask for something. places: where they stand among the step's sampling rows. kinds: bits of
-    pagecast_kernels.reference. logprob_places, logprob_counts: rows whose log-probabilities are told, and of how many best tokens.
+    pagecast_kernels.plain_token_rules. logprob_places, logprob_counts: rows whose log-probabilities are told, and of how many best tokens.
     """
 
     places: Int
