@@ -1,0 +1,232 @@
+"""Paged decode attention as one loop over KV tiles, whatever sequences and heads they belong to.
+
+As in `decode`, programs take equal contiguous shares of all tiles. There, a program goes from one (sequence, KV head) to the next
+and waits each time for lengths, block ids and the first K to arrive, which is most of the time where sequences are short. Here a
+list of tiles is made once per step, for all layers: a program's loop reads it a tile ahead, so that K and V of the next sequence are
+under way while the one before is finished.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagecast_kernels import configs
+from pagecast_kernels.decode import DecodeWorkspace, _combine, _owner
+
+_CHUNK = 32  # tiles that a program of `_list_tiles` writes at a time
+
+
+@dataclass(frozen=True)
+class TileList:
+    """The KV tiles of a batch, of every KV head alike, on the device: how many; of each (place in the batch, the list's first tile of
+    its sequence, how many the sequence has, tokens left from its start on); and the blocks it lies in.
+
+    count int32[1]; tiles int32[n, 4]; blocks int32[n, TILE / block_size or 1]. tile: tokens of a tile.
+    """
+
+    count: Tensor
+    tiles: Tensor
+    blocks: Tensor
+    tile: int
+
+
+def _blocks_a_tile(tile: int, block_size: int) -> int:
+    return max(tile // block_size, 1)
+
+
+def tile_list(max_seqs: int, max_blocks: int, block_size: int, tile: int, device: torch.device | str) -> TileList:
+    """Places for any batch of at most max_seqs sequences of max_blocks blocks. It may be made before a graph is captured."""
+    most = max_seqs * triton.cdiv(max_blocks * block_size, tile)
+    shapes = ((1,), (most, 4), (most, _blocks_a_tile(tile, block_size)))
+    return TileList(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes), tile)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _list_tiles(
+    table_ptr, rows_ptr, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, batch, table_stride,
+    BATCH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    place, part = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, BATCH)
+    counts = (tl.load(lens_ptr + index, index < batch, 0) + TILE - 1) // TILE
+    first = tl.sum(tl.where(index < place, counts, 0), 0)
+    if (place == 0) & (part == 0):
+        tl.store(count_ptr, tl.sum(counts, 0))
+    length = tl.load(lens_ptr + place)
+    own = (length + TILE - 1) // TILE
+    table = table_ptr + tl.load(rows_ptr + place).to(tl.int64) * table_stride
+    for start in range(part * CHUNK, own, tl.num_programs(1) * CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        inside = tile < own
+        entry = tiles_ptr + 4 * (first + tile)
+        tl.store(entry, tile * 0 + place, inside)
+        tl.store(entry + 1, tile * 0 + first, inside)
+        tl.store(entry + 2, tile * 0 + own, inside)
+        tl.store(entry + 3, length - tile * TILE, inside)
+        block = tile[:, None] * TILE // BLOCK_SIZE + tl.arange(0, IDS)[None, :]
+        ids = tl.load(table + block, inside[:, None] & (block * BLOCK_SIZE < length), 0)
+        tl.store(blocks_ptr + (first + tile)[:, None] * IDS + tl.arange(0, IDS)[None, :], ids, inside[:, None])
+
+
+def list_tiles(into: TileList, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int) -> TileList:
+    """Fills `into` for a batch; valid until the next call. See reference.paged_decode for the arguments."""
+    batch = rows.shape[0]
+    parts = max(min(64 // batch, 8), 1)
+    _list_tiles[(batch, parts)](
+        block_table, rows, seq_lens, into.count, into.tiles, into.blocks, batch, block_table.stride(0),
+        configs.lanes_for(batch), block_size, into.tile, _blocks_a_tile(into.tile, block_size), _CHUNK, num_warps=1,
+    )  # fmt: skip
+    return into
+
+
+@triton.jit
+def _finish(
+    top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Write a result: to `out` if WHOLE and it began in this program, else as this program's part, the second one if it began here."""
+    whole = began & WHOLE
+    tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held & whole)
+    slot = (2 * program + (began & (not WHOLE)).to(tl.int32)).to(tl.int64)
+    stat = stats_ptr + slot * (2 * GROUP) + row
+    tl.store(stat, top, (row < GROUP) & ~whole)
+    tl.store(stat + GROUP, total, (row < GROUP) & ~whole)
+    tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held & ~whole)
+
+
+@triton.jit
+def _arrive(
+    head_begin, own, head_row, place, kv_head, share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Say that this program's part of a (sequence, KV head) is written; the last one to say so adds the parts."""
+    first_program = _owner(head_begin, share, extra)
+    last_program = _owner(head_begin + own - 1, share, extra)
+    counter = counters_ptr + place * NUM_KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
+        _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
+        tl.store(counter, 0)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _decode_flat(
+    q_ptr, k_ptr, v_ptr, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    batch, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    OWN: tl.constexpr = triton.next_power_of_2(GROUP)
+    PARTS: tl.constexpr = max(WARPS * 2048 // (OWN * LANES), 1)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    row, lane, offset = tl.arange(0, ROWS), tl.arange(0, LANES), tl.arange(0, TILE)
+    held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
+    tiles = tl.load(count_ptr)  # of one KV head
+    share, extra = tiles * NUM_KV_HEADS // programs, tiles * NUM_KV_HEADS % programs
+    begin = program * share + tl.minimum(program, extra)
+    end = begin + share + (program < extra).to(tl.int32)
+
+    if begin < end:
+        kv_head = begin // tiles
+        tile = begin % tiles
+        place, first = tl.load(tiles_ptr + 4 * tile), tl.load(tiles_ptr + 4 * tile + 1)
+        own, left = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile + 3)
+        block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
+        # The first (sequence, KV head), for the end.
+        first_begin, first_own, first_place, first_head = kv_head * tiles + first, own, place, kv_head
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        values = tl.zeros((ROWS, LANES), tl.float32)
+        for at in tl.range(begin, end, num_stages=STAGES):
+            head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
+            q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
+            if BLOCK_SIZE > TILE:
+                inner = (tile - first) * TILE % BLOCK_SIZE + offset
+            else:
+                inner = offset % BLOCK_SIZE
+            run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + kv_head * (BLOCK_SIZE * DIM) + inner * DIM
+            here = offset < left
+            if DIM == LANES:
+                inside = here[:, None]
+            else:
+                inside = here[:, None] & (lane < DIM)[None, :]
+            k = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0.0)
+            v = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0.0)
+            head_begin = kv_head * tiles + first
+            done = at + 1 == head_begin + own
+            began = head_begin >= begin
+            # What the next tile is, a tile ahead: the addresses of its K and V wait for no load.
+            tile += 1
+            kv_head = tl.where(tile == tiles, kv_head + 1, kv_head)
+            tile = tl.where(tile == tiles, 0, tile)
+            place, first = tl.load(tiles_ptr + 4 * tile), tl.load(tiles_ptr + 4 * tile + 1)
+            own, left = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile + 3)
+            block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
+
+            scores = tl.dot(q, k.trans()) * scale
+            if SOFTCAP:
+                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            scores = tl.where(here[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            decay = tl.exp2(top - new_top)
+            total = total * decay + tl.sum(weights, 1)
+            values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
+            top = new_top
+            if done:
+                _finish(
+                    top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, True
+                )  # fmt: skip
+                top = tl.full((ROWS,), float("-inf"), tl.float32)
+                total = tl.zeros((ROWS,), tl.float32)
+                values = tl.zeros((ROWS, LANES), tl.float32)
+
+        # What the last tile belonged to, and whether that goes on in the next program.
+        kv_head = (end - 1) // tiles
+        tile = (end - 1) % tiles
+        place, first, own = tl.load(tiles_ptr + 4 * tile), tl.load(tiles_ptr + 4 * tile + 1), tl.load(tiles_ptr + 4 * tile + 2)
+        head_begin = kv_head * tiles + first
+        head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
+        if head_begin + own > end:
+            _finish(
+                top, total, values, head_begin >= begin, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, False
+            )  # fmt: skip
+        # Every thread's stores come before the arrivals, and these before the last one's loads.
+        tl.debug_barrier()
+        if (first_begin < begin) & (first_begin + first_own <= end):
+            _arrive(
+                first_begin, first_own, (first_place.to(tl.int64) * NUM_KV_HEADS + first_head) * GROUP, first_place, first_head,
+                share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES, PARTS,
+            )  # fmt: skip
+        if head_begin + own > end:
+            _arrive(
+                head_begin, own, head_row, place, kv_head,
+                share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES, PARTS,
+            )  # fmt: skip
+
+    for padding in range(program, batch, programs):
+        if tl.load(lens_ptr + padding) == 0:
+            for head in range(NUM_KV_HEADS):
+                head_row = (tl.full((), 0, tl.int64) + padding * NUM_KV_HEADS + head) * GROUP
+                nothing = tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty)
+                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], nothing, held)
+
+
+def launch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, softcap: float, tiles: TileList,
+    workspace: DecodeWorkspace, out: Tensor, config: configs.Decode,
+) -> Tensor:  # fmt: skip
+    """decode.paged_decode over a list of tiles; config.tile is the list's."""
+    (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    factor, cap = configs.score_scale(scale, softcap)
+    _decode_flat[(config.programs,)](
+        q, k_cache, v_cache, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
+        workspace.counters, workspace.parts, workspace.stats, batch, factor, cap,
+        num_kv_heads, group, block_size, dim, softcap != 0.0, max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim),
+        tiles.tile, _blocks_a_tile(tiles.tile, block_size), config.stages, config.warps,
+        num_warps=config.warps, maxnreg=config.registers,
+    )  # fmt: skip
+    return out
