@@ -6,6 +6,7 @@ For each variant: warps, registers, shared memory, stack (a stack in an attentio
 """
 
 import argparse
+import functools
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from triton.runtime import driver, jit
 from pagecast_kernels import (
     configs,
     decode,
+    decode_flat,
     elementwise,
     experts,
     gemv,
@@ -95,6 +97,10 @@ def attention_variants() -> Iterator[Variant]:
         q, table, index = torch.zeros((2, heads, dim), dtype=dtype), _ints(2, 64), _ints(2)
         name = f"h{dim} g{heads // kv_heads} page{size} {str(dtype)[6:]} {options or ''}"
         args = (cache, cache, table, index)
+        if decode_flat.suits(q, cache, int(options.get("window", 0))):
+            flat = functools.partial(decode_flat.paged_decode_flat, q, *args, _ints(2), 0.1, softcap=options.get("softcap", 0.0))
+            work = decode.decode_workspace(2, heads, kv_heads, dim, "cpu")
+            yield f"paged_decode_flat {name}", lambda flat=flat, work=work: flat(steps=decode_flat.StepTiles(2), workspace=work)
         yield f"paged_decode {name}", lambda q=q, args=args, o=options: decode.paged_decode(q, *args, _ints(2), 0.1, **o)
         yield (
             f"paged_prefill {name}",

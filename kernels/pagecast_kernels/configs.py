@@ -82,6 +82,11 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
     return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= 64 else 3) * processors(device))
 
 
+def decode_flat(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
+    """Launch of paged_decode_flat; the tile is the same for every batch."""
+    return Decode(tile=64, warps=2, stages=2, programs=4 * processors(device))
+
+
 HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)
 """Where prefill_hopper.suits: 1.13 to 1.15 times FlashAttention 3 on an H200 at 1 x 8,192."""
 

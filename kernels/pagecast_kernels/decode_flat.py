@@ -119,7 +119,7 @@ def _decode_flat(
     ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
-    PARTS: tl.constexpr = max(WARPS * 2048 // (OWN * LANES), 1)
+    PARTS: tl.constexpr = max(WARPS * 1024 // (OWN * LANES), 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
     row, lane, offset = tl.arange(0, ROWS), tl.arange(0, LANES), tl.arange(0, TILE)
     held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
@@ -190,9 +190,8 @@ def _decode_flat(
         head_begin = kv_head * tiles + first
         head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
         if head_begin + own > end:
-            _finish(
-                top, total, values, head_begin >= begin, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, False
-            )  # fmt: skip
+            began = head_begin >= begin
+            _finish(top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, False)
         # Every thread's stores come before the arrivals, and these before the last one's loads.
         tl.debug_barrier()
         if (first_begin < begin) & (first_begin + first_own <= end):
@@ -230,3 +229,44 @@ def launch(
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out
+
+
+class StepTiles:
+    """The list of a step's tiles, made by the first layer that attends and used by all; launches of one stream may share it.
+
+    A step is known by the tensors it is given: every step has a `seq_lens` of its own, which is held here until the next.
+    """
+
+    def __init__(self, max_seqs: int) -> None:
+        self._max_seqs = max_seqs
+        self._list: TileList | None = None
+        self._step: tuple[Tensor, ...] = ()
+
+    def of(self, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int, tile: int) -> TileList:
+        step = (block_table, rows, seq_lens)
+        if self._list is None:
+            self._list = tile_list(self._max_seqs, block_table.shape[1], block_size, tile, block_table.device)
+        if len(self._step) != 3 or any(a is not b for a, b in zip(step, self._step)):
+            list_tiles(self._list, *step, block_size)
+            self._step = step
+        return self._list
+
+
+def paged_decode_flat(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
+    *, steps: StepTiles, workspace: DecodeWorkspace, softcap: float = 0.0, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """decode.paged_decode where `suits` holds; block_table, rows and seq_lens are the same tensors for all layers of a step."""
+    batch, num_heads, dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    out = torch.empty_like(q) if out is None else out
+    if not batch:
+        return out
+    config = configs.decode_flat(batch, num_kv_heads, num_heads // num_kv_heads, dim, q.device)
+    tiles = steps.of(block_table, rows, seq_lens, block_size, config.tile)
+    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace, out, config)
+
+
+def suits(q: Tensor, k_cache: Tensor, window: int = 0, k_scale: Tensor | None = None) -> bool:
+    """Whether this kernel takes the case: head sizes up to 128, no window, numbers of 16 or 32 bits."""
+    return q.shape[2] <= 128 and q.shape[1] // k_cache.shape[1] <= 16 and not window and k_scale is None

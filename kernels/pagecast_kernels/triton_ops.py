@@ -2,6 +2,7 @@
 no launcher tunes, waits for the device, or allocates by value."""
 
 from pagecast_kernels.decode import DecodeWorkspace, decode_workspace, paged_decode
+from pagecast_kernels.decode_flat import StepTiles, paged_decode_flat
 from pagecast_kernels.elementwise import copy_blocks, embedding, gelu_mul, silu_mul
 from pagecast_kernels.experts import experts_workspace, mixture
 from pagecast_kernels.logprobs import top_logprobs
@@ -18,6 +19,7 @@ __all__ = [
     "PrefixWorkspace",
     "SampleWorkspace",
     "SharedPrefixes",
+    "StepTiles",
     "add_rms_norm",
     "adjust_logits",
     "copy_blocks",
@@ -32,6 +34,7 @@ __all__ = [
     "mixture",
     "note_tokens",
     "paged_decode",
+    "paged_decode_flat",
     "paged_decode_shared",
     "paged_prefill",
     "rms_norm",
