@@ -36,6 +36,7 @@ from pagecast_kernels import (
     steps,
     token_rules,
 )  # fmt: skip
+from pagecast_kernels import latent as latent_ops
 from pagecast_kernels.routing import Routing
 
 Variant = tuple[str, Callable[[], object]]
@@ -238,6 +239,23 @@ def _rules(logits: torch.Tensor) -> None:
     token_rules.note_tokens(row, row, row, counts, recent)
 
 
+def latent_variants() -> Iterator[Variant]:
+    """DeepSeek-V2-Lite, and V2 or V3 whole."""
+    for heads in (16, 128):
+        q, rope, slots = torch.zeros((2, heads, 192), dtype=torch.bfloat16), _ints(2), _ints(2, dtype=torch.int64)
+        k_cache, v_cache = (torch.zeros((4, 1, 16, dim), dtype=torch.bfloat16) for dim in (64, 512))
+        kv, latent = torch.zeros((2, 576), dtype=torch.bfloat16), torch.zeros((2, heads, 512), dtype=torch.bfloat16)
+        caches = (k_cache, v_cache)
+        write = (q[..., 128:], kv, kv[0, :512], 1e-6, torch.zeros(64, 64), rope, slots, *caches)
+        yield f"latent_rope_and_write h{heads}", lambda write=write: latent_ops.latent_rope_and_write(*write)
+        args = (latent, q[..., 128:].contiguous(), *caches, _ints(2, 64), _ints(2))
+        yield f"latent_decode paged h{heads}", lambda args=args: latent_ops.latent_decode(*args, _ints(2), 0.1)
+        yield (
+            f"latent_prefill paged h{heads}",
+            lambda args=args: latent_ops.latent_prefill(*args, _ints(3), _ints(2), 0.1, max_query_len=64),
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90)
@@ -246,7 +264,7 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
-    attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants()]
+    attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants()]
     every = [*attention, *quantized_variants(), *other_variants(), *expert_variants()]
     for name, launch in every:
         if args.only not in name:

@@ -10,6 +10,7 @@ from torch import Tensor
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.group import Group
+from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.loading.checkpoint import dtype_named
 from pagecast_worker.models import one_row
 from pagecast_worker.models.config import ModelConfig
@@ -87,13 +88,19 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
 
     attention = model.layers[0].attention
     rows = config.max_num_seqs
-    attend = triton_ops.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
+    if isinstance(attention, LatentAttention):
+        attend = triton_ops.latent_workspace(rows, attention.num_heads, attention.shape.rank, device)
+    else:
+        attend = triton_ops.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
     draw = triton_ops.sample_workspace(rows, device)
     experts = model.config.experts
     choose = None if experts is None else triton_ops.experts_workspace(experts.count, device)
 
     def paged_decode(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.paged_decode(*args, workspace=attend, **kwargs)
+
+    def latent_decode(*args: Any, **kwargs: Any) -> Tensor:
+        return triton_ops.latent_decode(*args, workspace=attend, **kwargs)
 
     def sample(*args: Any, **kwargs: Any) -> Tensor:
         return triton_ops.sample(*args, workspace=draw, **kwargs)
@@ -116,13 +123,13 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul, "linear_add": gemv_add}
     names = (
         "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows",
-        "finish_rows",
+        "finish_rows", "latent_rope_and_write", "latent_prefill",
         "adjust_logits", "forbid_tokens", "note_tokens", "top_logprobs",
     )  # fmt: skip
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
         linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul, paged_decode=paged_decode,
-        sample=sample, mixture=mixture,
+        latent_decode=latent_decode, sample=sample, mixture=mixture,
         one_row=one_row.suits(model), **one_row_ops,
     )
 

@@ -113,6 +113,23 @@ def experts(pairs: int, count: int) -> tuple[Experts, Experts]:
     return Experts(128, 64, 64, 8, 4), Experts(128, 128, 64, 8, 4)
 
 
+def latent_groups(heads: int, most: int) -> int:
+    """Into how many equal groups of at most `most` the heads of latent attention are put, each a tile of its own."""
+    return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= most)
+
+
+LATENT_DECODE_HEADS = 32
+"""Most heads of a tile of latent_decode: of 64, values and parts no longer fit a program's registers."""
+
+
+def latent_decode(device: torch.device | str) -> Decode:
+    """Launch of latent.latent_decode."""
+    return Decode(tile=32, warps=8, stages=4, programs=processors(device))
+
+
+LATENT_PREFILL = Prefill(rows=64, tile=32, warps=8, stages=2)
+
+
 def score_scale(scale: float, softcap: float) -> tuple[float, float]:
     """(factor, cap) that turn q·k into base-2 scores: q·k · factor, or with a soft-cap (1 - 2 / (exp2(q·k · factor) + 1)) · cap.
 

@@ -5,6 +5,7 @@ from pagecast_kernels.decode import DecodeWorkspace, decode_workspace, paged_dec
 from pagecast_kernels.decode_flat import StepTiles, paged_decode_flat
 from pagecast_kernels.elementwise import copy_blocks, embedding, gelu_mul, silu_mul
 from pagecast_kernels.experts import experts_workspace, mixture
+from pagecast_kernels.latent import latent_decode, latent_prefill, latent_rope_and_write, latent_workspace
 from pagecast_kernels.logprobs import top_logprobs
 from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
@@ -30,6 +31,10 @@ __all__ = [
     "forbid_tokens",
     "gather_rows",
     "gelu_mul",
+    "latent_decode",
+    "latent_prefill",
+    "latent_rope_and_write",
+    "latent_workspace",
     "make_prefix_workspace",
     "mixture",
     "note_tokens",

@@ -20,7 +20,8 @@ def family(request, tmp_path_factory):
     folder, model = write_family(request.param, tmp_path_factory.mktemp("family"))
     ids, logits = expected_logits(model, PROMPT, DECODES)
     executor = executor_for(folder)
-    executor.reference_parameters = sum(parameter.numel() for parameter in model.parameters())
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    executor.reference_parameters = sum(value.numel() for value in [*model.parameters(), *corrections])
     return executor, ids, logits
 
 

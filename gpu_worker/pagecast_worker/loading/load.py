@@ -71,7 +71,8 @@ def load_model(
     model = Decoder(checkpoint.config, family.names, ranks, device, dtype, max_model_len(config, checkpoint.config))
     sources = list(model.sources())
     if not isinstance(checkpoint, RandomWeights):
-        check_names(checkpoint, {source.name for source in sources}, (*LEFT_OVER, *family.left_over))
+        past = f"{family.names['layer']}".format(i=checkpoint.config.num_layers) if family.extra_layers else "\0"
+        check_names(checkpoint, {source.name for source in sources}, LEFT_OVER, past)
     total = sum(source.held() for source in sources) * dtype.itemsize
     done = 0
     for source in sources:

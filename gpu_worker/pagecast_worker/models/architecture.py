@@ -25,8 +25,8 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 class Architecture:
     """One family. name: as config.json's architectures spells it. read: its fields as a configuration, every field that matters.
 
-    example: fields of a small model of the family, next to `SMALL`, for tests that make one. left_over: patterns of tensor names
-    that its checkpoints may hold and nothing reads. gguf: the name that .gguf files give the family, if they hold it.
+    example: fields of a small model of the family, next to `SMALL`, for tests that make one. extra_layers: its checkpoints
+    may hold layers after the last, for drafting, which nothing reads. gguf: the name that .gguf files give the family, if they hold it.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Architecture:
     read: Callable[[Fields], ModelConfig]
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     example: Mapping[str, Any] = field(default_factory=dict)
-    left_over: tuple[str, ...] = ()
+    extra_layers: bool = False
     gguf: str = ""
 
 

@@ -11,11 +11,12 @@ from pagecast_worker.layers.attention import Attention
 from pagecast_worker.layers.embedding import Embedding, Head
 from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.feed_forward import FeedForward
+from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.rotary import cos_sin_table
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.models import one_row, sources
-from pagecast_worker.models.config import ModelConfig
+from pagecast_worker.models.config import LatentConfig, ModelConfig
 from pagecast_worker.models.weights import Names, Source
 from pagecast_worker.parallel import Ranks
 
@@ -25,7 +26,7 @@ class Layer:
     """One decoder layer: norm weights [H] and the two blocks."""
 
     attention_norm: Tensor
-    attention: Attention
+    attention: Attention | LatentAttention
     feed_forward_norm: Tensor
     feed_forward: FeedForward | Experts
     post_attention_norm: Tensor | None = None
@@ -68,8 +69,10 @@ class Decoder:
             layer.post_attention_norm, layer.post_feed_forward_norm = self._norm(hidden), self._norm(hidden)
         return layer
 
-    def _attention(self, index: int) -> Attention:
+    def _attention(self, index: int) -> Attention | LatentAttention:
         config, make = self.config, self._make
+        if config.latent is not None:
+            return self._latent_attention(config.latent)
         heads, hidden, dim = self.ranks.share(config.num_heads, "num_attention_heads"), config.hidden_size, config.head_dim
         rows, window = (heads + 2 * self.num_kv_heads) * dim, config.window(index)
         attention = Attention(
@@ -82,6 +85,20 @@ class Decoder:
         if config.qk_norm:
             attention.q_norm, attention.k_norm = self._norm(dim), self._norm(dim)
         return attention
+
+    def _latent_attention(self, shape: LatentConfig) -> LatentAttention:
+        config, make, hidden = self.config, self._make, self.config.hidden_size
+        heads = self.ranks.share(config.num_heads, "num_attention_heads")
+        query = heads * (shape.nope_dim + shape.rope_dim)
+        rows = (shape.query_rank or query) + shape.rank + shape.rope_dim
+        return LatentAttention(
+            ColumnParallel(make(rows, hidden), make(rows) if config.attention_bias else None),
+            make(shape.query_rank) if shape.query_rank else None,
+            ColumnParallel(make(query, shape.query_rank)) if shape.query_rank else None,
+            make(shape.rank), make(heads, shape.nope_dim + shape.value_dim, shape.rank),
+            RowParallel(make(hidden, heads * shape.value_dim), self.ranks, make(hidden) if config.output_bias else None),
+            num_heads=heads, shape=shape, scale=config.softmax_scale, cos_sin=self.cos_sin,
+        )
 
     def _feed_forward(self, index: int) -> FeedForward | Experts:
         experts = self.config.experts

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def suits(model: "Decoder") -> bool:
     """Whether these kernels can take a model: one rank, plain weights, rows in whole 16-byte words."""
     config = model.config
+    if config.latent is not None:
+        return False
     if model.ranks.size > 1 or config.post_norms or config.activation != "silu" or config.embedding_scale != 1.0:
         return False
     products = [p for layer in model.layers for p in (layer.attention.qkv, layer.attention.output)]

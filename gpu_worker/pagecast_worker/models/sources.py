@@ -8,6 +8,7 @@ from torch import Tensor
 from pagecast_worker.layers.attention import Attention
 from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.feed_forward import FeedForward
+from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.weights import Names, Source, named, reordered, rotary_order
 from pagecast_worker.parallel import Part, Ranks
@@ -61,7 +62,10 @@ def _of_layer(model: "Decoder", table: _Table, layer: "Layer") -> Iterator[Sourc
         weight: Tensor | None = getattr(layer, part)
         if weight is not None:
             yield table.whole(part, weight, change)
-    yield from _of_attention(model, table, layer.attention)
+    if isinstance(layer.attention, LatentAttention):
+        yield from _of_latent_attention(model, table, layer.attention)
+    else:
+        yield from _of_attention(model, table, layer.attention)
     if isinstance(layer.feed_forward, Experts):
         yield from _of_experts(model, table, layer.feed_forward)
     else:
@@ -84,6 +88,44 @@ def _of_attention(model: "Decoder", table: _Table, attention: Attention) -> Iter
     for name, weight in (("q_norm", attention.q_norm), ("k_norm", attention.k_norm)):
         if weight is not None:
             yield table.whole(name, weight, turn or _offset(config))
+
+
+def _of_latent_attention(model: "Decoder", table: _Table, block: LatentAttention) -> Iterator[Source]:
+    config, shape, part, down = model.config, block.shape, model.ranks.part, block.down
+    query = config.num_heads * (shape.nope_dim + shape.rope_dim)
+    turn_query, turn_key = (_turn_end(config, start) for start in (shape.nope_dim, shape.rank))
+    if block.query is None or block.query_norm is None:
+        held = part(0, query, "num_attention_heads")
+        yield table.split("q", query, down.weight, held, change=turn_query)
+        row = held.size
+    else:
+        row, whole = shape.query_rank, Part(0, 0, shape.query_rank)
+        yield table.split("q_down", row, down.weight, whole)
+        if down.bias is not None:
+            yield table.split("q_down_bias", row, down.bias, whole)
+        yield table.whole("q_down_norm", block.query_norm)
+        yield table.split("q_compressed", query, block.query.weight, part(0, query, "num_attention_heads"), change=turn_query)
+    size = shape.rank + shape.rope_dim
+    yield table.split("kv_down", size, down.weight, Part(0, 0, size), row=row, change=turn_key)
+    if down.bias is not None:
+        yield table.split("kv_down_bias", size, down.bias, Part(0, 0, size), row=row, change=turn_key)
+    yield table.whole("kv_down_norm", block.latent_norm)
+    up = config.num_heads * (shape.nope_dim + shape.value_dim)
+    yield table.split("kv_up", up, block.up.flatten(0, 1), part(0, up, "num_attention_heads"))
+    values = config.num_heads * shape.value_dim
+    yield table.split("o", values, block.output.weight, part(1, values, "num_attention_heads"))
+    if block.output.bias is not None:
+        yield table.whole("o_bias", block.output.bias)
+
+
+def _turn_end(config: ModelConfig, start: int) -> Callable[[Tensor], Tensor] | None:
+    """What is done to rows whose heads (or whole) are rotated from element `start` on."""
+    assert config.latent is not None
+    if not config.interleaved:
+        return None
+    half = config.latent.rope_dim // 2
+    pairs = [start + 2 * i for i in range(half)]
+    return reordered([*range(start), *pairs, *(place + 1 for place in pairs)])
 
 
 def _of_feed_forward(table: _Table, block: FeedForward, inner: int, ranks: Ranks, prefix: str = "") -> Iterator[Source]:

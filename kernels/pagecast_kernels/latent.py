@@ -1,0 +1,252 @@
+"""Multi-head latent attention over a compressed paged cache: rotation and write, decode, prefill (see plain_latent).
+
+All heads read the same latents, so the query heads are the rows of a tensor-core tile and one read of the cache serves them all;
+a tile of latents is both the keys (transposed) and the values. Decode cuts its work evenly over the chip as `decode` does, with
+groups of heads in the place of KV heads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagecast_kernels import configs
+from pagecast_kernels.decode import DecodeWorkspace, _combine, _owner, decode_workspace
+from pagecast_kernels.prefill import _find
+
+_HEADS = 8
+
+
+@triton.jit
+def _latent_rope_and_write(
+    q_ptr, kv_ptr, norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr, out_ptr, q_token, q_head, kv_stride, eps,
+    NUM_HEADS: tl.constexpr, RANK: tl.constexpr, RANK_LANES: tl.constexpr, HALF: tl.constexpr, HALF_LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, HALF_LANES)
+    inside = lane < HALF
+    angle = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF) + lane
+    cos, sin = tl.load(angle, inside, 0.0), tl.load(angle + HALF, inside, 0.0)
+    if tl.program_id(1) == 0:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if slot >= 0:
+            place = tl.arange(0, RANK_LANES)
+            held = place < RANK
+            latent = tl.load(kv_ptr + token * kv_stride + place, held, 0.0).to(tl.float32)
+            latent *= tl.rsqrt(tl.sum(latent * latent, 0) / RANK + eps) * tl.load(norm_ptr + place, held, 0.0).to(tl.float32)
+            tl.store(v_ptr + slot * RANK + place, latent, held)
+            key = kv_ptr + token * kv_stride + RANK + lane
+            first, second = tl.load(key, inside, 0.0).to(tl.float32), tl.load(key + HALF, inside, 0.0).to(tl.float32)
+            target = k_ptr + slot * (2 * HALF) + lane
+            tl.store(target, first * cos - second * sin, inside)
+            tl.store(target + HALF, second * cos + first * sin, inside)
+    else:
+        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
+        held2 = (head < NUM_HEADS)[:, None] & inside[None, :]
+        source = q_ptr + token * q_token + head[:, None] * q_head + lane[None, :]
+        one, two = tl.load(source, held2, 0.0).to(tl.float32), tl.load(source + HALF, held2, 0.0).to(tl.float32)
+        goal = out_ptr + (token * NUM_HEADS + head[:, None]) * (2 * HALF) + lane[None, :]
+        tl.store(goal, one * cos[None, :] - two * sin[None, :], held2)
+        tl.store(goal + HALF, two * cos[None, :] + one * sin[None, :], held2)
+
+
+def latent_rope_and_write(
+    q_rope: Tensor, kv: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor,
+    v_cache: Tensor, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See plain_latent.latent_rope_and_write. Tokens and heads of q_rope and rows of kv may be strided."""
+    tokens, heads, dim = q_rope.shape
+    rank, half = norm.shape[0], dim // 2
+    out = torch.empty((tokens, heads, dim), dtype=q_rope.dtype, device=q_rope.device) if out is None else out
+    if tokens:
+        _latent_rope_and_write[(tokens, 1 + triton.cdiv(heads, _HEADS))](
+            q_rope, kv, norm, cos_sin, positions, slot_mapping, k_cache, v_cache, out, q_rope.stride(0), q_rope.stride(1), kv.stride(0),
+            eps, heads, rank, triton.next_power_of_2(rank), half, triton.next_power_of_2(half), _HEADS, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _steps(
+    q_latent, q_rope, k_ptr, v_ptr, table, position, length, start, stop, top, total, values, scale,
+    BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Go on with the online softmax over tokens [start, stop), start a multiple of TILE. RANK and ROPE are powers of two."""
+    lane, turn, offset = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, TILE)
+    block = tl.load(table + (start + offset) // BLOCK_SIZE, start + offset < length, 0)
+    for first in tl.range(start, stop, TILE, num_stages=STAGES):
+        token = first + offset
+        here = token < length
+        slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        latent = tl.load(v_ptr + slot[:, None] * RANK + lane[None, :], here[:, None], 0.0)
+        key = tl.load(k_ptr + slot[:, None] * ROPE + turn[None, :], here[:, None], 0.0)
+        # The next tile's block ids are loaded a tile ahead, so that addresses wait for no load.
+        block = tl.load(table + (token + TILE) // BLOCK_SIZE, token + TILE < length, 0)
+        scores = tl.dot(q_rope, key.trans(), tl.dot(q_latent, latent.trans())) * scale
+        if CAUSAL:
+            seen = token[None, :] <= position[:, None]
+        else:
+            seen = here[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        values = tl.dot(weights.to(latent.dtype), latent, values * decay[:, None])
+        top = new_top
+    return top, total, values
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _latent_decode(
+    q_latent_ptr, q_rope_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    batch, table_stride, scale,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BATCH: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    OWN: tl.constexpr = triton.next_power_of_2(GROUP)
+    PARTS: tl.constexpr = max(WARPS * 2048 // (OWN * RANK), 1)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    row, lane, turn = tl.arange(0, ROWS), tl.arange(0, RANK), tl.arange(0, ROPE)
+    held = (row < GROUP)[:, None]
+
+    for padding in range(program, batch * GROUPS, programs):
+        if tl.load(lens_ptr + padding // GROUPS) == 0:
+            head_row = (tl.full((), 0, tl.int64) + padding) * GROUP
+            target = out_ptr + (head_row + row[:, None]) * RANK + lane[None, :]
+            tl.store(target, tl.zeros((ROWS, RANK), out_ptr.dtype.element_ty), held)
+
+    # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
+    index = tl.arange(0, BATCH)
+    tiles = (tl.load(lens_ptr + index, index < batch, 0) + TILE - 1) // TILE * GROUPS
+    ends = tl.cumsum(tiles, 0)
+    all_tiles = tl.sum(tiles, 0)
+    share, extra = all_tiles // programs, all_tiles % programs
+    tile = program * share + tl.minimum(program, extra)
+    end = tile + share + (program < extra).to(tl.int32)
+    sequence = tl.sum((ends <= tile).to(tl.int32), 0)
+    begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+
+    while tile < end:
+        length = tl.load(lens_ptr + sequence)
+        own = (length + TILE - 1) // TILE
+        if own == 0:
+            sequence += 1
+        else:
+            group = (tile - begin) // own
+            group_begin = begin + group * own
+            count = tl.minimum(group_begin + own, end) - tile
+            head_row = (sequence.to(tl.int64) * GROUPS + group) * GROUP
+            q_latent = tl.load(q_latent_ptr + (head_row + row[:, None]) * RANK + lane[None, :], held, 0.0)
+            q_rope = tl.load(q_rope_ptr + (head_row + row[:, None]) * ROPE + turn[None, :], held, 0.0)
+            table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+            first = (tile - group_begin) * TILE
+            top, total, values = _steps(
+                q_latent, q_rope, k_ptr, v_ptr, table, row, length, first, first + count * TILE,
+                tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, RANK), tl.float32), scale,
+                BLOCK_SIZE, RANK, ROPE, TILE, STAGES, False,
+            )  # fmt: skip
+            if count == own:
+                tl.store(out_ptr + (head_row + row[:, None]) * RANK + lane[None, :], values / total[:, None], held)
+            else:
+                slot = (2 * program + (tile == group_begin).to(tl.int32)).to(tl.int64)
+                tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
+                tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
+                tl.store(parts_ptr + (slot * GROUP + row[:, None]) * RANK + lane[None, :], values, held)
+                first_program = _owner(group_begin, share, extra)
+                last_program = _owner(group_begin + own - 1, share, extra)
+                counter = counters_ptr + sequence * GROUPS + group
+                # Every thread's stores come before the arrival, and the arrival before the last one's loads.
+                tl.debug_barrier()
+                if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
+                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, RANK, RANK, PARTS)
+                    tl.store(counter, 0)
+            tile += count
+            if tile == begin + own * GROUPS:
+                begin = tile
+                sequence += 1
+
+
+def latent_workspace(max_seqs: int, num_heads: int, rank: int, device: torch.device | str) -> DecodeWorkspace:
+    """Workspace of latent_decode for at most max_seqs sequences; see decode_workspace."""
+    return decode_workspace(max_seqs, num_heads, configs.latent_groups(num_heads, configs.LATENT_DECODE_HEADS), rank, device)
+
+
+def latent_decode(
+    q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
+    *, workspace: DecodeWorkspace | None = None, out: Tensor | None = None, config: configs.Decode | None = None,
+) -> Tensor:  # fmt: skip
+    """See plain_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences."""
+    batch, heads, rank = q_latent.shape
+    groups = configs.latent_groups(heads, configs.LATENT_DECODE_HEADS)
+    group = heads // groups
+    out = torch.empty_like(q_latent) if out is None else out
+    if not batch:
+        return out
+    config = configs.latent_decode(q_latent.device) if config is None else config
+    workspace = latent_workspace(batch, heads, rank, q_latent.device) if workspace is None else workspace
+    _latent_decode[(config.programs,)](
+        q_latent, q_rope, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
+        batch, block_table.stride(0), configs.score_scale(scale, 0.0)[0],
+        groups, group, v_cache.shape[2], rank, q_rope.shape[2], configs.lanes_for(batch), max(triton.next_power_of_2(group), 16),
+        config.tile, config.stages, config.warps, num_warps=config.warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _latent_prefill(
+    q_latent_ptr, q_rope_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, starts_ptr, lens_ptr, out_ptr, sequences, table_stride, scale,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0) % GROUPS
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUPS
+    origin = tl.load(starts_ptr)
+    sequence = _find(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
+    begin = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - begin
+    first = (tile - (begin - origin) // TOKENS - sequence) * TOKENS
+    if first >= queries:
+        return
+    length = tl.load(lens_ptr + sequence)
+    row, lane, turn = tl.arange(0, ROWS), tl.arange(0, RANK), tl.arange(0, ROPE)
+    query = first + row // GROUP
+    held = ((row < TOKENS * GROUP) & (query < queries))[:, None]
+    head_row = (((begin + query).to(tl.int64) * GROUPS + group) * GROUP + row % GROUP)[:, None]
+    q_latent = tl.load(q_latent_ptr + head_row * RANK + lane[None, :], held, 0.0)
+    q_rope = tl.load(q_rope_ptr + head_row * ROPE + turn[None, :], held, 0.0)
+    table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
+    position = length - queries + query
+    stop = length - queries + tl.minimum(first + TOKENS, queries)
+    # Every row sees token 0, in the first tile: no row's maximum is -inf afterwards.
+    _, total, values = _steps(
+        q_latent, q_rope, k_ptr, v_ptr, table, position, length, tile * 0, stop,
+        tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, RANK), tl.float32), scale,
+        BLOCK_SIZE, RANK, ROPE, TILE, STAGES, True,
+    )  # fmt: skip
+    tl.store(out_ptr + head_row * RANK + lane[None, :], values / total[:, None], held)
+
+
+def latent_prefill(
+    q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, query_start_loc: Tensor,
+    seq_lens: Tensor, scale: float, *, max_query_len: int, out: Tensor | None = None, config: configs.Prefill | None = None,
+) -> Tensor:  # fmt: skip
+    """See plain_latent.latent_prefill. All contiguous; the grid covers what max_query_len · N and T both allow."""
+    (tokens, heads, rank), sequences = q_latent.shape, rows.shape[0]
+    out = torch.zeros_like(q_latent) if out is None else out
+    if not tokens or not sequences:
+        return out
+    config = configs.LATENT_PREFILL if config is None else config
+    groups = configs.latent_groups(heads, config.rows)
+    group = heads // groups
+    per_tile = max(config.rows // group, 1)
+    tiles = min(tokens, max_query_len * sequences) // per_tile + sequences
+    _latent_prefill[(tiles * groups,)](
+        q_latent, q_rope, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, out, sequences, block_table.stride(0),
+        configs.score_scale(scale, 0.0)[0], groups, group, v_cache.shape[2], rank, q_rope.shape[2],
+        max(config.rows, triton.next_power_of_2(group)), per_tile, config.tile, config.stages,
+        configs.log2_ceil(configs.lanes_for(sequences)) + 1, num_warps=config.warps,
+    )  # fmt: skip
+    return out
