@@ -1,6 +1,7 @@
 """What differs between a CPU and a GPU: operators, number type, staging, and whether steps are captured as graphs."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,27 +87,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     from pagecast_kernels import reference, triton_ops
     from pagecast_kernels.gemv import gemv, gemv_add, norm_gemv, norm_gemv_silu_mul
 
-    attention = model.layers[0].attention
-    rows = config.max_num_seqs
-    if isinstance(attention, LatentAttention):
-        attend = triton_ops.latent_workspace(rows, attention.num_heads, attention.shape.rank, device)
-    else:
-        attend = triton_ops.decode_workspace(rows, attention.num_heads, attention.num_kv_heads, attention.head_dim, device)
-    draw = triton_ops.sample_workspace(rows, device)
-    experts = model.config.experts
-    choose = None if experts is None else triton_ops.experts_workspace(experts.count, device)
-
-    def paged_decode(*args: Any, **kwargs: Any) -> Tensor:
-        return triton_ops.paged_decode(*args, workspace=attend, **kwargs)
-
-    def latent_decode(*args: Any, **kwargs: Any) -> Tensor:
-        return triton_ops.latent_decode(*args, workspace=attend, **kwargs)
-
-    def sample(*args: Any, **kwargs: Any) -> Tensor:
-        return triton_ops.sample(*args, workspace=draw, **kwargs)
-
-    def mixture(*args: Any, **kwargs: Any) -> Tensor:
-        return triton_ops.mixture(*args, workspace=choose, **kwargs)
+    scratch = _scratch(config, model, device)
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
@@ -128,10 +109,26 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     )  # fmt: skip
     return SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
-        linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul, paged_decode=paged_decode,
-        latent_decode=latent_decode, sample=sample, mixture=mixture,
+        **{name: partial(getattr(triton_ops, name), workspace=workspace) for name, workspace in scratch.items()},
+        linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
         one_row=one_row.suits(model), **one_row_ops,
     )
+
+
+def _scratch(config: WorkerConfig, model: Decoder, device: torch.device) -> dict[str, Any]:
+    """Scratch memory of the operators that take some, by their names."""
+    from pagecast_kernels import triton_ops
+
+    attention, rows, experts = model.layers[0].attention, config.max_num_seqs, model.config.experts
+    found: dict[str, Any] = {"sample": triton_ops.sample_workspace(rows, device)}
+    if isinstance(attention, LatentAttention):
+        found["latent_decode"] = triton_ops.latent_workspace(rows, attention.num_heads, attention.shape.rank, device)
+    else:
+        heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        found["paged_decode"] = triton_ops.decode_workspace(rows, *heads, device)
+    if experts is not None:
+        found["mixture"] = triton_ops.experts_workspace(experts.count, device)
+    return found
 
 
 def faster_dtype(shape: ModelConfig) -> torch.dtype:
