@@ -105,3 +105,27 @@ def test_tokens_and_text_go_both_ways(served: Served, model: str) -> None:
         chat = http.post("/tokenize", json={"messages": MESSAGES}).json()
         usage = http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1}).json()["usage"]
         assert usage["prompt_tokens"] == chat["count"]
+
+
+def test_echo_and_logprobs_stand_beside_the_text(client: openai.OpenAI, model: str) -> None:
+    prompt = "Once upon a time"
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=2)
+    [choice] = answer.choices
+    assert choice.text.startswith(prompt)
+    logprobs = choice.logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
+    assert "".join(logprobs.tokens) == choice.text and logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in logprobs.token_logprobs[1:])
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        assert choice.text[offset:].startswith(token)
+
+
+
+def test_chat_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert "".join(one.token for one in logprobs.content).startswith(answer.choices[0].message.content or "-")
+    for one in logprobs.content:
+        assert one.logprob == one.top_logprobs[0].logprob  # greedy: the likeliest
+        assert len(one.top_logprobs) == 3 and one.bytes is not None
