@@ -14,6 +14,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from pagecast_scheduler.frontend import call_context
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 
 log = structlog.get_logger("pagecast.frontend")
@@ -35,6 +36,7 @@ def _safe(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 async def end_with(context: Any, refusal: Refusal) -> None:
     """Ends the call with the refusal's status and trailers. Never returns."""
+    call_context.current().reason = refusal.reason.name
     await context.abort(refusal.reason.code, refusal.text(), refusal.trailers())
 
 
@@ -43,6 +45,12 @@ def _bug(method: str) -> Refusal:
     error_id = secrets.token_hex(8)
     log.error("unexpected error in a call", method=method, error_id=error_id, exc_info=True)
     return Refusal(Reason.BUG, message=f"internal error {error_id}", metadata={"error_id": error_id})
+
+
+def _is_being_cancelled() -> bool:
+    """Whether somebody cancels this call. A handler that raises CancelledError by itself would leave its caller without an end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _gone() -> asyncio.CancelledError:
@@ -59,8 +67,12 @@ def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
             return await behaviour(request, context)
         except Refusal as refusal:
             answer = refusal
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            answer = _bug(method)
         except grpc.aio.InternalError:
             raise _gone() from None
         except Exception:
@@ -87,8 +99,12 @@ def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., 
             return
         except Refusal as refusal:
             answer = refusal
-        except (asyncio.CancelledError, grpc.aio.AbortError):
+        except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            if _is_being_cancelled():
+                raise
+            answer = _bug(method)
         except grpc.aio.InternalError:
             raise _gone() from None
         except Exception:

@@ -95,7 +95,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     refusal = refused
                 call_context.enter(known)
                 if refusal is not None:
-                    known.reason = refusal.reason.name
                     await end_with(context, refusal)
                 answer = await behaviour(request, context)
                 code = "OK"

@@ -51,6 +51,7 @@ class Listener:
     """A server bound to its addresses, not yet started."""
 
     server: grpc.aio.Server
+    interceptor: CallInterceptor
     addresses: list[str] = field(default_factory=list)
 
     @property
@@ -138,7 +139,7 @@ def _listener(config: FrontendConfig, guards: Guards, max_connections: int, prin
         guards.authorizer, guards.metrics, guards.spans, config.max_streams_per_connection, principal, guards.load_trailer
     )  # fmt: skip
     options = transport_options(config, max_connections)
-    return Listener(grpc.aio.server(interceptors=[interceptor], options=options))
+    return Listener(grpc.aio.server(interceptors=[interceptor], options=options), interceptor)
 
 
 def _bind_tcp(listener: Listener, host: str, port: int, credentials: grpc.ServerCredentials | None) -> None:
