@@ -15,7 +15,8 @@ _SAMPLING: dict[str, dict[str, float]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
-    parser.add_argument("--parts", default="decode,prefill,mixed,sample,products,quantized", help="what to measure, separated by commas")
+    every = "decode,prefill,mixed,sample,products,quantized,experts,latent"
+    parser.add_argument("--parts", default=every, help="what to measure, separated by commas")
 
 
 def lengths(shape: str) -> list[int]:
@@ -67,6 +68,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"sample {name:17} {metrics[f'kernels.sample.{name}.us']:9.1f} us", flush=True)
     if "products" in parts:
         metrics |= bench_products.measure()
+    if parts & {"experts", "latent"}:
+        from pagecast_kernels import bench_models
+
+        metrics |= bench_models.measure_experts() if "experts" in parts else {}
+        metrics |= bench_models.measure_latent() if "latent" in parts else {}
     if "quantized" in parts:
         from pagecast_kernels import bench_quantized
 
