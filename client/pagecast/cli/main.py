@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "start a cluster, ask three questions at once, show the streams side by side",
     "bench": "measure: the scheduler, kernels, the CPU backend beside transformers, ...",
     "replay": "run a recording of a scheduler again",
+    "conformance": "hold any endpoint to the public contract",
     "version": "versions of Pagecast and of what it runs on",
 }
 """Every command and what it does. Its code is in the module of that name beside this file; the four roles are in roles.py."""
