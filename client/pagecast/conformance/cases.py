@@ -1,7 +1,7 @@
 """Reads the data files: what is asked, and what must come of it.
 
-A file holds {"check": name of the check, "cases": [...]}. Values may be written short, because some requests are huge and others depend
-on the endpoint's limits:
+A file holds {"check": name of the check, "together": how many cases may run at once (1), "cases": [...]}. Values may be written short,
+because some requests are huge and others depend on the endpoint's limits:
 
     {"$repeat": value, "times": n}      a list of n copies
     {"$text": "ab", "times": n}         the text n times
@@ -29,6 +29,7 @@ class Case:
     check: str
     name: str
     data: dict[str, Any]
+    together: int = 1
 
 
 def load(model: model_pb2.Model) -> Iterator[Case]:
@@ -37,7 +38,7 @@ def load(model: model_pb2.Model) -> Iterator[Case]:
         if path.name.endswith(".json"):
             content = json.loads(path.read_text(encoding="utf-8"))
             for case in content["cases"]:
-                yield Case(path.name.removesuffix(".json"), content["check"], case["name"], expand(case, model))
+                yield Case(path.name.removesuffix(".json"), content["check"], case["name"], expand(case, model), content.get("together", 1))
 
 
 def expand(value: Any, model: model_pb2.Model) -> Any:

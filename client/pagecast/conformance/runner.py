@@ -66,6 +66,11 @@ async def run_case(endpoint: Endpoint, case: Case) -> Result:
     return Result(case, outcome, remark, time.monotonic() - start)
 
 
+async def _in_turn(endpoint: Endpoint, case: Case, room: asyncio.Semaphore) -> Result:
+    async with room:
+        return await run_case(endpoint, case)
+
+
 class Canary:
     """A greedy stream that runs again and again beside bad inputs and must stay what it was, token for token."""
 
@@ -117,7 +122,8 @@ async def run(endpoint: Endpoint, cases: Sequence[Case]) -> AsyncIterator[Result
         canary = Canary(endpoint) if any(case.check == "refused" for case in members) else None
         if canary is not None:
             await canary.start()
-        for case in members:
-            yield await run_case(endpoint, case)
+        room = asyncio.Semaphore(members[0].together)
+        for result in asyncio.as_completed([_in_turn(endpoint, case, room) for case in members]):
+            yield await result
         if canary is not None:
             yield await canary.end(group)
