@@ -16,7 +16,7 @@ class CudaStaging:
     """Uploads leave from a ring of pinned buffers; a buffer is filled again only after its copy has run.
 
     Results: a copy on the main stream saves the small output (a graph replays into the same memory), the side stream brings it
-    down. Buffers of both kinds are reused from free lists.
+    down. Buffers of both kinds, and events, are reused from free lists.
     """
 
     def __init__(self, device: torch.device, max_rows: int) -> None:
@@ -28,12 +28,13 @@ class CudaStaging:
         self._max_rows = max_rows
         self._free: deque[tuple[Tensor, Tensor]] = deque()
         self._kept: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
-        self._began: torch.cuda.Event | None = None
+        self._free_events: deque[StepEvents] = deque()
+        self._events = StepEvents()
 
     def begin(self) -> None:
         self._kept = []
-        self._began = torch.cuda.Event(enable_timing=True)
-        self._began.record()
+        self._events = self._free_events.popleft() if self._free_events else StepEvents()
+        self._events.began.record()
 
     def upload(self, flat: NDArray[np.int32]) -> Tensor:
         """Through the ring; a step too large for a buffer gets pinned memory of its own, which torch keeps until the copy has run."""
@@ -64,18 +65,26 @@ class CudaStaging:
         self._kept.append((saved, pinned, tuple(out.shape)))
 
     def download(self) -> "CudaDownload":
-        done = torch.cuda.Event(enable_timing=True)
-        done.record()
-        self._side.wait_event(done)
-        with torch.cuda.stream(self._side):
+        events, main = self._events, torch.cuda.current_stream(self.device)
+        events.done.record(main)
+        self._side.wait_event(events.done)
+        torch.cuda.set_stream(self._side)
+        try:
             for saved, pinned, shape in self._kept:
                 words = math.prod(shape)
                 pinned[:words].copy_(saved[:words], non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record(self._side)
-        if self._began is None:
-            self._began = done
-        return CudaDownload(self._kept, self._began, done, arrived, self._free, 2 * self._max_rows)
+        finally:
+            torch.cuda.set_stream(main)
+        events.arrived.record(self._side)
+        return CudaDownload(self._kept, events, self._free, self._free_events, 2 * self._max_rows)
+
+
+class StepEvents:
+    """Where a step's work began and was done on the main stream, and where its results had arrived on the side stream."""
+
+    def __init__(self) -> None:
+        self.began, self.done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self.arrived = torch.cuda.Event()
 
 
 class CudaDownload:
@@ -84,20 +93,22 @@ class CudaDownload:
     def __init__(
         self,
         kept: list[tuple[Tensor, Tensor, tuple[int, ...]]],
-        began: torch.cuda.Event,
-        done: torch.cuda.Event,
-        arrived: torch.cuda.Event,
+        events: StepEvents,
         free: deque[tuple[Tensor, Tensor]],
+        free_events: deque[StepEvents],
         usual_words: int,
     ) -> None:
-        self._kept, self._began, self._done, self._arrived, self._free = kept, began, done, arrived, free
+        self._kept, self._events, self._free, self._free_events = kept, events, free, free_events
         self._usual_words = usual_words
 
     def ready(self) -> bool:
-        return bool(self._arrived.query())
+        return bool(self._events.arrived.query())
 
     def wait(self) -> tuple[list[NDArray[np.int32]], int]:
-        self._arrived.synchronize()
+        events = self._events
+        events.arrived.synchronize()
         arrays = [pinned[: math.prod(shape)].view(shape).numpy().copy() for _, pinned, shape in self._kept]
         self._free.extend((saved, pinned) for saved, pinned, _ in self._kept if len(saved) == self._usual_words)
-        return arrays, int(self._began.elapsed_time(self._done) * 1000)
+        device_us = int(events.began.elapsed_time(events.done) * 1000)
+        self._free_events.append(events)
+        return arrays, device_us

@@ -60,6 +60,9 @@ def join_steps(arrays: Arrays, sub_rows: list[Int]) -> tuple[NDArray[np.int32], 
     A row that a step leaves out, or that ended in an earlier one, is idle there.
     """
     rows = sub_rows[0]
+    if len(sub_rows) == 1:
+        drawn = arrays[0] if len(rows) else np.zeros((2, 0), dtype=np.int32)
+        return drawn[:1], drawn[1:].astype(np.uint8)
     tokens = np.zeros((len(sub_rows), len(rows)), dtype=np.int32)
     flags = np.full((len(sub_rows), len(rows)), FLAG_IDLE, dtype=np.uint8)
     filled = iter(arrays)

@@ -16,6 +16,8 @@ from pagecast_worker.executor import PlanError
 
 Int = NDArray[np.int64]
 Int32 = NDArray[np.int32]
+NONE: Int = np.zeros(0, dtype=np.int64)
+NONE.flags.writeable = False
 
 
 @dataclass(slots=True)
@@ -56,6 +58,10 @@ class Schedule:
         return not len(self.chunk_rows)
 
 
+def _joined(parts: list[Int]) -> Int:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else NONE
+
+
 class RowBook:
     """Mirrors of every row of one epoch. Raises PlanError for a plan that contradicts them."""
 
@@ -75,11 +81,12 @@ class RowBook:
 
     def apply(self, plan: StepPlan) -> Changes:
         """Releases, copies, admissions, growth, in the contract's order; then the checksum."""
-        released = self._rows(plan.released)
-        if not self.active[released].all():
-            raise PlanError(f"step {plan.step}: a released row is empty")
-        self.active[released] = self.decoding[released] = False
-        self.num_blocks[released] = 0
+        if plan.released:
+            released = self._rows(plan.released)
+            if not self.active[released].all():
+                raise PlanError(f"step {plan.step}: a released row is empty")
+            self.active[released] = self.decoding[released] = False
+            self.num_blocks[released] = 0
         copy_from, copy_to = self._blocks(plan.copy_from), self._blocks(plan.copy_to)
         index: list[Int] = []
         blocks: list[Int] = []
@@ -92,33 +99,47 @@ class RowBook:
         grown_rows, grown = self._rows(plan.grown_rows), self._blocks(plan.grown_blocks)
         if len(grown_rows) != len(grown):
             raise PlanError(f"step {plan.step}: grown_rows and grown_blocks differ in length")
-        index.append(self._grow(grown_rows, grown))
-        blocks.append(grown)
-        fresh.append(grown)
+        if len(grown):
+            index.append(self._grow(grown_rows, grown))
+            blocks.append(grown)
+            fresh.append(grown)
         if plan.table_checksum and plan.table_checksum != self.checksum():
             raise PlanError(f"step {plan.step}: block tables differ from the scheduler's")
-        emptied = np.concatenate(fresh)
+        emptied = _joined(fresh)
         if len(copy_to):
             emptied = emptied[~np.isin(emptied, copy_to)]
-        return Changes(plan.admissions, np.concatenate(index), np.concatenate(blocks), emptied, copy_from, copy_to)
+        return Changes(plan.admissions, _joined(index), _joined(blocks), emptied, copy_from, copy_to)
 
     def schedule(self, plan: StepPlan) -> Schedule:
         """Which rows compute and sample in the plan's steps; moves the mirrors past them."""
-        chunk_rows = self._rows(plan.chunk_rows)
-        starts, lengths = view_u32(plan.chunk_starts).astype(np.int64), view_u32(plan.chunk_lengths).astype(np.int64)
-        self._check_chunks(plan.step, chunk_rows, starts, lengths)
         decoding = self.decoding & (self.num_tokens < self.max_tokens)
-        decoding[self._rows(plan.paused)] = False
+        if plan.paused:
+            decoding[self._rows(plan.paused)] = False
         decode_rows = np.flatnonzero(decoding)
         positions = self.num_tokens[decode_rows] - 1
         self._check_room(plan.step, decode_rows, positions)
-        ends = starts + lengths
-        finishes = ends == self.num_known[chunk_rows]
+        if plan.chunk_rows or plan.chunk_starts or plan.chunk_lengths:
+            return self._schedule_mixed(plan, decode_rows, positions)
+        later, early = self._take_steps(plan, decode_rows, decode_rows)
+        return Schedule(decode_rows, positions, NONE, NONE, NONE, decode_rows, np.arange(len(decode_rows)), later, early)
+
+    def _schedule_mixed(self, plan: StepPlan, decode_rows: Int, positions: Int) -> Schedule:
+        """A plan with prefill chunks beside the rows that decode."""
+        chunk_rows = self._rows(plan.chunk_rows)
+        starts, lengths = view_u32(plan.chunk_starts).astype(np.int64), view_u32(plan.chunk_lengths).astype(np.int64)
+        self._check_chunks(plan.step, chunk_rows, starts, lengths)
+        finishes = starts + lengths == self.num_known[chunk_rows]
         last_tokens = len(decode_rows) + np.cumsum(lengths) - 1
         sample_rows = np.concatenate((decode_rows, chunk_rows[finishes]))
         order = np.argsort(sample_rows, kind="stable")
         sample_index = np.concatenate((np.arange(len(decode_rows)), last_tokens[finishes]))[order]
         sample_rows = sample_rows[order]
+        later, early = self._take_steps(plan, sample_rows, decode_rows)
+        self.decoding[chunk_rows[finishes]] = True
+        return Schedule(decode_rows, positions, chunk_rows, starts, lengths, sample_rows, sample_index, later, early)
+
+    def _take_steps(self, plan: StepPlan, sample_rows: Int, decode_rows: Int) -> tuple[list[Int], list[Int]]:
+        """Moves the mirrors past all steps of a plan. Returns `later` and `early` of the Schedule."""
         early = [self._take(sample_rows)]
         later: list[Int] = []
         for _ in range(plan.num_steps - 1):
@@ -126,8 +147,7 @@ class RowBook:
             self._check_room(plan.step, alive, self.num_tokens[alive] - 1)
             later.append(alive)
             early.append(self._take(alive))
-        self.decoding[chunk_rows[finishes]] = True
-        return Schedule(decode_rows, positions, chunk_rows, starts, lengths, sample_rows, sample_index, later, early)
+        return later, early
 
     def slots(self, rows: Int, positions: Int) -> Int:
         """block * block_size + offset of each (row, position)."""
@@ -141,9 +161,10 @@ class RowBook:
 
     def _take(self, rows: Int) -> Int:
         """Each row samples one token more. Returns those that min_tokens binds."""
-        early = rows[self.num_tokens[rows] < self.min_tokens[rows]]
-        self.num_tokens[rows] += 1
-        return early
+        tokens = self.num_tokens[rows]
+        bound = tokens < self.min_tokens[rows]
+        self.num_tokens[rows] = tokens + 1
+        return rows[bound] if bound.any() else NONE
 
     def _admit(self, admission: Admission) -> Int:
         row, tokens, blocks = admission.row, view_u32(admission.tokens), self._blocks(admission.blocks)
@@ -159,11 +180,11 @@ class RowBook:
 
     def _grow(self, rows: Int, blocks: Int) -> Int:
         """Append one block per entry; returns the flat table indices. A row may appear more than once."""
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        again = np.arange(len(rows)) - np.searchsorted(ordered, ordered)  # how often the row came before
-        column = np.empty(len(rows), dtype=np.int64)
-        column[order] = self.num_blocks[ordered] + again
+        column = self.num_blocks[rows]
+        if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():
+            order = np.argsort(rows, kind="stable")
+            ordered = rows[order]
+            column[order] += np.arange(len(rows)) - np.searchsorted(ordered, ordered)  # how often the row came before
         if not self.active[rows].all() or (column >= self.max_blocks).any():
             raise PlanError("a row that grows is empty or full")
         self.table[rows, column] = blocks
@@ -183,12 +204,16 @@ class RowBook:
             raise PlanError(f"step {step}: a row has no block for a token that it computes")
 
     def _rows(self, column: bytes) -> Int:
+        if not column:
+            return NONE
         rows = view_u32(column).astype(np.int64)
         if (rows >= len(self.active)).any():
             raise PlanError("a row number is not below max_num_seqs")
         return rows
 
     def _blocks(self, column: bytes) -> Int:
+        if not column:
+            return NONE
         blocks = view_u32(column).astype(np.int64)
         if ((blocks < 1) | (blocks >= self.start.num_blocks)).any():
             raise PlanError("a block id is not one of the pool's")
