@@ -55,6 +55,8 @@ def check_split(model: ModelConfig, ranks: Ranks) -> None:
     ranks.share(model.num_heads, "num_attention_heads")
     ranks.copies(model.kv_shape()[0], "num_key_value_heads")
     ranks.share(model.intermediate_size, "intermediate_size")
+    if model.experts is not None:
+        ranks.share(model.experts.size, "the size of an expert")
     ranks.vocabulary(model.vocab_size)
 
 
