@@ -1,5 +1,6 @@
 """Text out of ids: exact at every cut, with any stop texts."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,3 +153,67 @@ def test_the_window_decoder_agrees_on_valid_text(smollm: Tokenizer, text: str) -
     pieces = [decoder.push([i]) for i in ids]
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join([*pieces, decoder.flush()]) == text
+
+
+class RandomTokenizer(ByteTokenizer):
+    """A byte-level tokenizer of made-up tokens: each of 1 to 4 bytes, cut without regard for characters; the last ids are special."""
+
+    def __init__(self, pieces: Sequence[bytes], num_special: int) -> None:
+        super().__init__(256)
+        self.token_bytes = [*(bytes([i]) for i in range(256)), *pieces, *([b""] * num_special)]
+        self._special = {256 + len(pieces) + i: f"<|{i}|>".encode() for i in range(num_special)}
+
+    def special_bytes(self) -> dict[int, bytes]:
+        return self._special
+
+    def whole(self, ids: Sequence[int], shown: bool) -> str:
+        """The decoding of all ids at once."""
+        names = self._special if shown else {}
+        return b"".join(names.get(i, (self.token_bytes or [])[i]) for i in ids).decode("utf-8", "replace")
+
+
+ALPHABET = "aß你🙂\ufffd<|"
+PIECES = st.lists(st.text(ALPHABET, min_size=1, max_size=3).map(lambda t: t.encode()[:4]) | st.binary(min_size=1, max_size=3), max_size=8)
+
+
+Run = tuple[RandomTokenizer, list[int], list[int], list[str], int, bool, bool]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """A tokenizer, ids, cuts, stop texts, the least number of tokens, whether the stop is kept, and whether special tokens are shown."""
+    pieces, num_special = draw(PIECES), draw(st.integers(0, 2))
+    tokenizer = RandomTokenizer(pieces, num_special)
+    some = [*"a你🙂".encode(), *range(256, 256 + len(pieces) + num_special)]
+    ids = draw(st.lists(st.sampled_from(some), max_size=24))
+    stops = draw(st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3))
+    sizes = draw(st.lists(st.integers(0, 4), max_size=10))
+    return tokenizer, ids, sizes, stops, draw(st.integers(0, 10)), draw(st.booleans()), draw(st.booleans())
+
+
+@settings(max_examples=500, deadline=None)
+@given(runs())
+def test_any_byte_level_tokenizer_with_any_cuts_and_stops(run: Run) -> None:
+    tokenizer, ids, sizes, stops, least, keep, shown = run
+    names = tokenizer.special_bytes() if shown else {}
+    detokenizer = Detokenizer(tokenizer, stops, least, include_stop=keep, shown=names)
+    pieces = [detokenizer.push(piece) for piece in cut(ids, sizes)]
+    text = "".join([*pieces, detokenizer.flush()])
+    if detokenizer.matched is None:
+        assert text == tokenizer.whole(ids, shown)
+        decoded = getincrementaldecoder("utf-8")("replace")
+        after = [decoded.decode(names.get(i, (tokenizer.token_bytes or [])[i])) for i in ids]
+        text_at = ["".join(after[: n + 1]) for n in range(len(ids))]
+        late = [n for n in range(len(ids)) if n + 1 >= max(least, 1)]
+        ends = [(stop, end) for stop in stops for n in late for end in range(len(text_at[n - 1]) + 1 if n else 1, len(text_at[n]) + 1)
+                if text_at[n][:end].endswith(stop)]  # fmt: skip
+        assert not ends, "a stop text was completed, and nobody noticed"
+    else:
+        # Joined deltas are the decoding of all ids up to the stop, less what the last token holds from the stop text on.
+        whole = tokenizer.whole(ids[: detokenizer.keep], shown)
+        shown_text = text if keep else text + detokenizer.matched
+        assert whole.startswith(shown_text) or detokenizer.keep == len(ids)
+        assert detokenizer.keep >= max(least, 1) and detokenizer.matched in stops
+        earlier = Detokenizer(tokenizer, stops, least, shown=names)
+        earlier.push(ids[: detokenizer.keep - 1])
+        assert earlier.matched is None, "an earlier token had completed a stop text"

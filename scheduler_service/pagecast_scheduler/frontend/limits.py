@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pagecast.v1 import model_pb2
+from pagecast_scheduler.frontend.chat import MAX_RENDERED_CHARS
 from pagecast_wire.intake import EngineLimits, ModelFacts
 from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS
 
@@ -42,7 +43,7 @@ class Limits:
     max_tools: int = 128
     max_tools_bytes: int = 1 << 17
     max_template_kwargs_bytes: int = 1 << 14
-    max_rendered_chars: int = 8 << 20
+    max_rendered_chars: int = MAX_RENDERED_CHARS
     max_chat_messages: int = 1024
     max_role_length: int = 64
     max_cache_scope_length: int = 128

@@ -48,9 +48,10 @@ def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[Out
     """The sequences of a request, empty."""
     spec, answer = request.spec, request.answer
     eager = bool(spec.stop_texts)
-    wanted = set(tokenizer.special_bytes()) if not spec.skip_special_tokens else set()
-    names = {name.encode() for name in answer.shown_specials}
-    shown = {i: name for i, name in tokenizer.special_bytes().items() if i in wanted or name in names}
+    shown = {} if spec.skip_special_tokens else tokenizer.special_bytes()
+    if spec.skip_special_tokens and answer.shown_specials:
+        names = {name.encode() for name in answer.shown_specials}
+        shown = {token_id: name for token_id, name in tokenizer.special_bytes().items() if name in names}
     made = []
     for index in range(request.submit.num_sequences):
         detokenizer = None
