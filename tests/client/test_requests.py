@@ -1,0 +1,113 @@
+"""What callers say becomes the API's messages, field by field; what the messages cannot hold is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from pagecast import answers, requests, types
+from pagecast.sampling import SamplingParams
+from pagecast.v1 import generation_pb2 as pb
+
+
+def filled(**values: Any) -> pb.GenerationSpec:
+    spec = pb.GenerationSpec()
+    SamplingParams(**values).fill(spec)
+    spec.output.ClearField("text")
+    return spec
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0, "top_k": -1, "top_p": 0.5, "min_p": 0, "seed": 0},
+     {"sampling": {"temperature": 0, "top_k": 0, "top_p": 0.5, "min_p": 0, "seed": 0}}),
+    ({"presence_penalty": -1, "frequency_penalty": 0.5, "repetition_penalty": 1.5},
+     {"sampling": {"presence_penalty": -1, "frequency_penalty": 0.5, "repetition_penalty": 1.5}}),
+    ({"n": 3}, {"sampling": {"num_sequences": 3}}),
+    ({"logit_bias": {7: -100.0}}, {"sampling": {"logit_bias": [pb.TokenBias(token_id=7, bias=-100)]}}),
+    ({"allowed_token_ids": []}, {"sampling": {"allowed_token_ids": pb.TokenIds()}}),
+    ({"allowed_token_ids": [1, 2]}, {"sampling": {"allowed_token_ids": pb.TokenIds(ids=[1, 2])}}),
+    ({"bad_words": ["a"], "bad_token_sequences": [[1, 2]]},
+     {"sampling": {"bad_words": ["a"], "bad_token_sequences": [pb.TokenIds(ids=[1, 2])]}}),
+    ({"stop": "x", "include_stop_str_in_output": True}, {"stopping": {"stop_texts": ["x"], "include_stop_in_output": True}}),
+    ({"max_tokens": 0, "min_tokens": 2, "stop_token_ids": [5], "ignore_eos": False},
+     {"stopping": {"max_output_tokens": 0, "min_output_tokens": 2, "stop_token_ids": [5], "ignore_eos": False}}),
+    ({"logprobs": 0, "prompt_logprobs": 5},
+     {"output": {"logprobs": pb.LogprobsOptions(), "prompt_logprobs": pb.LogprobsOptions(top_n=5)}}),
+    ({"skip_special_tokens": False, "parse_reasoning": True, "parse_tool_calls": False},
+     {"output": {"skip_special_tokens": False, "parse_reasoning": True, "parse_tool_calls": False}}),
+    ({"json_schema": '{"a": 1}'}, {"constraint": {"json_schema": '{"a": 1}'}}),
+    ({"json_schema": {"a": 1}}, {"constraint": {"json_schema": '{"a": 1}'}}),
+    ({"json_object": True}, {"constraint": {"json_object": pb.JsonObject()}}),
+    ({"regex": "a+"}, {"constraint": {"regex": "a+"}}),
+    ({"choices": ["a", "b"]}, {"constraint": {"choices": pb.Choices(texts=["a", "b"])}}),
+    ({"choices": []}, {"constraint": {"choices": pb.Choices()}}),
+    ({"grammar": "start: x"}, {"constraint": {"grammar": "start: x"}}),
+]  # fmt: skip
+KINDS = {"sampling": pb.SamplingOptions, "stopping": pb.StoppingOptions, "output": pb.OutputOptions, "constraint": pb.Constraint}
+
+
+@pytest.mark.parametrize(("values", "wanted"), CASES)
+def test_each_parameter_has_its_field(values: dict[str, Any], wanted: dict[str, Any]) -> None:
+    got = filled(**values)
+    for name, kind in KINDS.items():
+        assert getattr(got, name) == kind(**wanted.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [({"seed": -1}, "seed"), ({"n": 1.5}, "n"),
+     ({"top_k": 1 << 32}, "top_k"), ({"logprobs": -1}, "logprobs"),
+     ({"stop_token_ids": [-1]}, "stop_token_ids"),
+     ({"logit_bias": {-3: 1.0}}, "logit_bias"), ({"allowed_token_ids": [1 << 32]}, "allowed_token_ids"), ({"bad_words": "word"}, "bad_words"),
+     ({"choices": "word"}, "choices"), ({"regex": "a", "json_object": True}, "regex and json_object")],
+)  # fmt: skip
+def test_what_no_message_holds_is_refused_by_name(values: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        filled(**values)
+
+
+def test_a_conversation_with_tools_and_its_answers() -> None:
+    call = types.ToolCall("c1", "f", '{"x": 1}')
+    chat = [
+        {"role": "user", "content": "hi"},
+        types.ChatMessage("assistant", tool_calls=(call,), reasoning_text="hm"),
+        {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "f"},
+    ]
+    tool = types.Tool("f", "adds", {"type": "object"})
+    options: requests.RequestOptions = {
+        "tools": [tool], "tool_name": "f", "template_kwargs": {"thinking": False}, "add_generation_prompt": False,
+    }  # fmt: skip
+    spec = requests.generation_spec(chat, None, options)
+    assert [m.role for m in spec.chat.messages] == ["user", "assistant", "tool"] and spec.chat.messages[2].tool_call_id == "c1"
+    assert spec.chat.messages[1].tool_calls[0].arguments == '{"x": 1}' and spec.chat.messages[1].reasoning_text == "hm"
+    assert json.loads(spec.chat.tools[0].parameters_json_schema) == {"type": "object"}
+    assert spec.chat.tool_choice == pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED, name="f")
+    assert dict(spec.chat.template_kwargs) == {"thinking": False} and spec.chat.HasField("add_generation_prompt")
+    with pytest.raises(ValueError, match="tools goes with a conversation"):
+        requests.generation_spec("text", None, {"tools": [tool]})
+
+
+def test_answers_carry_log_probabilities_reasoning_and_calls() -> None:
+    best = pb.AlternativeToken(token_id=8, logprob=-0.5, token_bytes=b"y")
+    record = pb.TokenLogprob(token_id=7, logprob=-1, token_bytes=b"x", top=[best])
+    sequence = pb.GeneratedSequence(
+        token_ids=[7], logprobs=[record], reasoning_text="hm", tool_calls=[pb.ToolCall(id="c", name="f", arguments="{}")],
+        reason=pb.FINISH_REASON_CONSTRAINT_COMPLETE, stop_token_id=2,
+    )
+    message = pb.GenerateResponse(
+        sequences=[sequence, sequence], prompt_logprobs=[pb.TokenLogprob(token_id=5), record],
+        effective=pb.EffectiveParameters(num_sequences=2, logprobs_top_n=0, tool_call_format="hermes"),
+    )
+    got = answers.generation(message)
+    expected = types.TokenLogprob(7, -1.0, (types.Alternative(8, -0.5, b"y"),), b"x")
+    assert len(got.sequences) == 2 and got.sequences[1].logprobs == (expected,) and got.sequences[0].reason == "constraint_complete"
+    assert got.prompt_logprobs == (types.TokenLogprob(5, None, (), b""), expected)
+    assert got.sequences[0].tool_calls == (types.ToolCall("c", "f", "{}"),) and got.sequences[0].reasoning_text == "hm"
+    used = got.effective
+    assert (used.n, used.logprobs, used.prompt_logprobs, used.tool_call_format) == (2, 0, None, "hermes")
+    event = answers.event(pb.StreamEvent(seq=2, prompt=pb.PromptEvent(first_position=3, logprobs=[record])))
+    assert event == types.PromptLogprobs(2, 3, (expected,))
+    piece = pb.ToolCallDelta(index=1, id="c", name="f", arguments="{")
+    tokens = answers.event(pb.StreamEvent(seq=3, tokens=pb.TokensEvent(reasoning_text="a", tool_calls=[piece])))
+    assert isinstance(tokens, types.Tokens) and tokens.reasoning_text == "a"
+    assert tokens.tool_calls == (types.ToolCallDelta(1, "c", "f", "{"),)
