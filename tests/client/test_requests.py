@@ -59,7 +59,8 @@ def test_each_parameter_has_its_field(values: dict[str, Any], wanted: dict[str, 
      ({"top_k": 1 << 32}, "top_k"), ({"logprobs": -1}, "logprobs"),
      ({"stop_token_ids": [-1]}, "stop_token_ids"),
      ({"logit_bias": {-3: 1.0}}, "logit_bias"), ({"allowed_token_ids": [1 << 32]}, "allowed_token_ids"),
-     ({"bad_words": "word"}, "bad_words"), ({"choices": "word"}, "choices"), ({"regex": "a", "json_object": True}, "regex and json_object")],
+     ({"bad_words": "word"}, "bad_words"), ({"choices": "word"}, "choices"),
+     ({"regex": "a", "json_object": True}, "regex and json_object")],
 )  # fmt: skip
 def test_what_no_message_holds_is_refused_by_name(values: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=name):
