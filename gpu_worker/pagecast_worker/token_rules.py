@@ -23,12 +23,14 @@ _RECENT = MAX_BAD_WORD_TOKENS - 1
 @dataclass(slots=True)
 class StepRules:
     """The rows of one step that ask for something. places: where they stand among the step's sampling rows. kinds: bits of
-    pagecast_kernels.plain_token_rules. logprob_places, logprob_counts: rows whose log-probabilities are told, and of how many best tokens.
+    pagecast_kernels.plain_token_rules. constrained: which of those rows are under a constraint (indices into places).
+    logprob_places, logprob_counts: rows whose log-probabilities are told, and of how many best tokens.
     """
 
     places: Int
     rows: Int
     kinds: NDArray[np.int32]
+    constrained: Int
     logprob_places: Int
     logprob_counts: Int
 
@@ -51,6 +53,7 @@ class TokenRules:
         self.logprobs = np.full(max_rows + 1, -1, np.int64)
         self.prompt_logprobs = np.full(max_rows + 1, -1, np.int64)
         self.num_prompt = np.zeros(max_rows + 1, np.int64)
+        self.constrained = np.zeros(max_rows + 1, np.bool_)
         self._asking: set[int] = set()  # rows with anything set in the columns above
         self._held = False
         none = torch.zeros((1, 1), dtype=torch.int32, device=device)
@@ -75,12 +78,13 @@ class TokenRules:
                 self._asking.remove(row)
             kind = kinds_of(sampling)
             prompt_logprobs = sampling.num_prompt_logprobs if admission.sequence == 0 else -1
-            if not kind and sampling.num_logprobs < 0 and prompt_logprobs < 0:
+            constrained = sampling.constraint is not None
+            if not kind and not constrained and sampling.num_logprobs < 0 and prompt_logprobs < 0:
                 continue
             if max(sampling.num_logprobs, prompt_logprobs) > MAX_LOGPROBS:
                 raise PlanError(f"row {row} asks for more than {MAX_LOGPROBS} log-probabilities")
             self._asking.add(row)
-            self.kinds[row] = kind
+            self.kinds[row], self.constrained[row] = kind, constrained
             self.logprobs[row], self.prompt_logprobs[row] = sampling.num_logprobs, prompt_logprobs
             self.num_prompt[row] = admission.num_prompt_tokens
             if kind:
@@ -94,11 +98,12 @@ class TokenRules:
         kinds = self.kinds[rows]
         if len(early):
             kinds |= np.where(np.isin(rows, early), np.int32(EARLY), np.int32(0))
-        wanted = self.logprobs[rows]
-        places, logprob_places = np.flatnonzero(kinds), np.flatnonzero(wanted >= 0)
+        wanted, constrained = self.logprobs[rows], self.constrained[rows]
+        places, logprob_places = np.flatnonzero((kinds != 0) | constrained), np.flatnonzero(wanted >= 0)
         if not len(places) and not len(logprob_places):
             return None
-        return StepRules(places, rows[places], kinds[places], logprob_places, wanted[logprob_places])
+        among = np.flatnonzero(constrained[places])
+        return StepRules(places, rows[places], kinds[places], among, logprob_places, wanted[logprob_places])
 
     def prompt_parts(self, rows: Int, starts: Int, lengths: Int) -> list["PromptPart"]:
         """Which chunks of a step tell log-probabilities of the prompt."""
@@ -118,7 +123,7 @@ class TokenRules:
         return len(self.kinds) * (8 * self.vocab_size + 4 * (3 + MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS + _RECENT))
 
     def _forget(self, row: int) -> None:
-        self.kinds[row] = 0
+        self.kinds[row], self.constrained[row] = 0, False
         self.logprobs[row] = self.prompt_logprobs[row] = -1
 
     def _hold(self) -> None:

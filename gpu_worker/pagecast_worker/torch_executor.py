@@ -12,29 +12,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import LoadProgress, ModelFacts
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import StepResult
+from pagecast_wire.sampling import Constraint
 from pagecast_worker.backend import Backend, device_named
 from pagecast_worker.batch_state import BatchState
 from pagecast_worker.config import WorkerConfig
+from pagecast_worker.constraints import ConstraintBook, Follower, Prepared
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, ReportProgress
 from pagecast_worker.graphs import DecodeGraphs
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
-from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint
+from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint, open_vocabulary
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import ByTorch, Ranks
 from pagecast_worker.precompile import start_precompilation
-from pagecast_worker.results import Kept, SubStep, build_result
+from pagecast_worker.results import Arrays, Kept, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
 from pagecast_worker.staging import Download, Packet
 from pagecast_worker.step_outputs import Decoded
-from pagecast_worker.token_rules import PromptPart, TokenRules
+from pagecast_worker.token_rules import Masks, PromptPart, StepRules, TokenRules
 
 MAX_PROMPT_LOGITS = 64
 """Prompt positions that go through the head at a time for their log-probabilities."""
@@ -42,11 +45,22 @@ MAX_PROMPT_LOGITS = 64
 
 @dataclass(slots=True)
 class _Pending:
-    """A plan under way, and what of it stays on the device until it comes down."""
+    """A plan under way, and what of it stays on the device until it comes down.
+
+    decoded, wanted: its first step before its tokens are drawn by rules. followers: constraints of wanted.constrained; their masks need
+    the tokens of the plan before, so drawing may wait for them while the forward pass runs. download: None until then. arrays: what
+    came down.
+    """
 
     plan: StepPlan
+    schedule: Schedule
     kept: Kept
-    download: Download
+    decoded: Decoded | None
+    wanted: StepRules | None
+    followers: list[Follower]
+    download: Download | None = None
+    arrays: Arrays | None = None
+    device_us: int = 0
 
 
 class TorchExecutor:
@@ -85,6 +99,7 @@ class TorchExecutor:
             self.ops = self.backend.ops
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
             self.rules = TokenRules(config.max_num_seqs, shape.vocab_size, self.device)
+            self.constraints = ConstraintBook(lambda: open_vocabulary(config, checkpoint), shape.vocab_size)
             if ahead is not None:
                 report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
                 ahead.wait()
@@ -176,38 +191,56 @@ class TorchExecutor:
         self._pending.clear()
         self.state.clear()
         self.rules.clear()
+        self.constraints.clear()
         self._book = RowBook(start, self.state.max_blocks)
+
+    def prepare(self, constraint: Constraint, done: Prepared) -> None:
+        self.constraints.prepare(constraint, done)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         if self._book is None:
             raise PlanError(f"step {plan.step}: no epoch was started")
         try:
-            self._pending.append(self._step(plan, self._book))
+            if self._pending and self._pending[-1].download is None:
+                self._finish(self._pending[-1])
+            pending = self._begin(plan, self._book)
+            self._pending.append(pending)
+            if not pending.followers or all(earlier.download.ready() for earlier in self._pending if earlier.download is not None):
+                self._finish(pending)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"step {plan.step}: {str(error).splitlines()[0]}") from None
 
+    @torch.inference_mode()
     def collect(self, wait: bool) -> StepResult | None:
-        if not self._pending or not (wait or self._pending[0].download.ready()):
+        if not self._pending:
             return None
-        pending = self._pending.popleft()
-        arrays, device_us = pending.download.wait()
-        return build_result(pending.plan, self.config.rank, pending.kept, arrays, device_us)
+        pending = self._pending[0]
+        if pending.download is None:  # what it waited for was collected
+            self._finish(pending)
+        if pending.download is None or not (wait or pending.download.ready()):
+            return None
+        arrays = self._settle(self._pending.popleft())
+        return build_result(pending.plan, self.config.rank, pending.kept, arrays, pending.device_us)
 
     def close(self) -> None:
         if self._group is None:  # else a step may never end, because another rank has
             self.backend.synchronize()
         self._pending.clear()
         self._graphs = self._mixed_graphs = None
+        self.constraints.close()
 
     # --- one plan
 
-    def _step(self, plan: StepPlan, book: RowBook) -> _Pending:
+    def _begin(self, plan: StepPlan, book: RowBook) -> _Pending:
+        """Applies the plan and computes its first step up to the plain draw."""
+        self.constraints.release(view_u32(plan.released).tolist())
         changes = book.apply(plan)
         schedule = book.schedule(plan)
         staging = self.backend.staging
         staging.begin()
         self.rules.admit(changes.admissions, staging)
+        self.constraints.admit(changes.admissions)
         packet = Packet()
         self.state.pack(changes, packet)
         clears = self.backend.clear_blocks and len(changes.fresh_blocks) > 0
@@ -223,8 +256,37 @@ class TorchExecutor:
         if clears:
             self.cache.clear(parts.pop(0))
         kept = Kept()
-        self._run(schedule, parts, sent, kept)
-        return _Pending(plan, kept, staging.download())
+        decoded = self._first(schedule, parts, sent, kept)
+        wanted = self.rules.of_step(schedule.sample_rows, schedule.early[0]) if decoded is not None else None
+        followers = [] if wanted is None else [self.constraints.rows[row] for row in wanted.rows[wanted.constrained].tolist()]
+        if followers and plan.num_steps > 1:
+            raise PlanError(f"step {plan.step}: a plan of {plan.num_steps} steps holds a constrained row")
+        return _Pending(plan, schedule, kept, decoded, wanted, followers)
+
+    def _finish(self, pending: _Pending) -> None:
+        """Draws by rules, runs the plan's later steps, and sends its results down."""
+        schedule, kept, masks = pending.schedule, pending.kept, None
+        if pending.followers and pending.wanted is not None:
+            for earlier in self._pending:
+                if earlier is not pending:
+                    self._settle(earlier)
+            masks = self.constraints.masks(pending.followers, pending.wanted.constrained, pending.wanted.kinds)
+        self._sampled(schedule.sample_rows, pending.wanted, pending.decoded, kept, masks)
+        for rows, early in zip(schedule.later, schedule.early[1:], strict=True):
+            self._sampled(rows, self.rules.of_step(rows, early), self._later(rows) if len(rows) else None, kept)
+        pending.decoded = None
+        pending.download = self.backend.staging.download()
+
+    def _settle(self, pending: _Pending) -> Arrays:
+        """What came down, waiting for it; constraints take their rows' tokens, once."""
+        if pending.arrays is None:
+            assert pending.download is not None
+            pending.arrays, pending.device_us = pending.download.wait()
+            if pending.followers and pending.wanted is not None:
+                out = pending.arrays[len(pending.kept.prompts)]
+                for follower, place in zip(pending.followers, pending.wanted.places[pending.wanted.constrained].tolist(), strict=True):
+                    out[1, place] = follower.take(int(out[0, place]), int(out[1, place]))
+        return pending.arrays
 
     def _pack_rows(self, schedule: Schedule, book: RowBook, packet: Packet) -> bool:
         """Adds what the first step of the plan needs. Whether a decode-only step sends row numbers."""
@@ -244,21 +306,16 @@ class TorchExecutor:
         packet.add(padded)
         return True
 
-    def _run(self, schedule: Schedule, parts: list[Tensor], sent: bool, kept: Kept) -> None:
-        """All steps of a plan, in order on the device."""
+    def _first(self, schedule: Schedule, parts: list[Tensor], sent: bool, kept: Kept) -> Decoded | None:
+        """The plan's first step; None if nobody samples in it."""
         if not schedule.decode_only:
-            decoded = self._mixed(schedule, parts, kept)
-        elif len(schedule.decode_rows):
-            decoded = self._decode_rows(len(schedule.decode_rows), parts[0] if sent else None)
-        else:
-            decoded = None
-        self._sampled(schedule.sample_rows, schedule.early[0], decoded, kept)
-        for rows, early in zip(schedule.later, schedule.early[1:], strict=True):
-            self._sampled(rows, early, self._later(rows) if len(rows) else None, kept)
+            return self._mixed(schedule, parts, kept)
+        if len(schedule.decode_rows):
+            return self._decode_rows(len(schedule.decode_rows), parts[0] if sent else None)
+        return None
 
-    def _sampled(self, rows: Int, early: Int, decoded: Decoded | None, kept: Kept) -> None:
+    def _sampled(self, rows: Int, wanted: StepRules | None, decoded: Decoded | None, kept: Kept, masks: Masks | None = None) -> None:
         """One step's tokens are drawn: rows that have rules are drawn again, and what is to come down is kept."""
-        wanted = self.rules.of_step(rows, early) if decoded is not None else None
         step = SubStep(rows, rows[:0], rows[:0])
         kept.steps.append(step)
         if decoded is None:
@@ -266,7 +323,7 @@ class TorchExecutor:
         logprobs = None
         if wanted is not None:
             step.logprob_places, step.logprob_counts = wanted.logprob_places, wanted.logprob_counts
-            logprobs = follow_rules(self.ops, self.state, self.rules, decoded, wanted, self.backend.staging, None)
+            logprobs = follow_rules(self.ops, self.state, self.rules, decoded, wanted, self.backend.staging, masks)
         self.backend.staging.keep(decoded.out[:, : len(rows)])
         if logprobs is not None:
             self.backend.staging.keep(logprobs)

@@ -9,6 +9,8 @@ Which rows compute in a step, in full:
   4. Every *decoding* row that is not in `paused` feeds its last token and samples the next, `num_steps` times. A row is decoding
      from the step after the chunk that reached the end of its known tokens until it is released. With `num_steps` k > 1 a row
      that meets a stop id or its token limit sits out the rest of the k.
+A plan that holds a row under a constraint has num_steps 1. Such a row sits nothing out: a worker runs the forward pass of a plan ahead and
+draws the constrained rows' tokens in it once it has those of the plan before.
 A row samples when it decodes, or when its chunk reaches the end of its known tokens. Results list sampling rows in ascending
 row number. Known tokens of a row are its prompt and the history it was admitted with.
 """

@@ -89,6 +89,10 @@ class GgufCheckpoint:
             raise LoadError(f"{self.path}: tensor {name} is of type {kind.name}, which cannot be de-quantized") from None
         return torch.from_numpy(np.array(values)).reshape(shape)
 
+    def metadata(self, key: str) -> Any:
+        """The value of a metadata field. Raises LoadError where it is missing."""
+        return self._field(key)
+
     def _field(self, key: str, default: Any = None) -> Any:
         """The value of a metadata field. Raises LoadError where it is missing and there is no default."""
         field = self._reader.fields.get(key)

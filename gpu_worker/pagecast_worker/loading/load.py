@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from llguidance import LLTokenizer
 from torch import Tensor
 
 from pagecast_wire.intake import LoadProgress
@@ -18,6 +19,7 @@ from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.models.registry import architecture
 from pagecast_worker.models.weights import Source
 from pagecast_worker.parallel import Ranks
+from pagecast_worker.vocabulary import load_vocabulary
 
 LEFT_OVER = (".rotary_emb.inv_freq", "lm_head.weight")
 """Tensors that some checkpoints carry and nothing reads: angles are computed, and a tied head is the embedding."""
@@ -41,6 +43,13 @@ def open_checkpoint(config: WorkerConfig, device: torch.device) -> Checkpoint | 
     if not path.is_file():
         raise LoadError(f"{path}: no such file or folder")
     return GgufCheckpoint(path)
+
+
+def open_vocabulary(config: WorkerConfig, checkpoint: Checkpoint | RandomWeights) -> LLTokenizer:
+    """For structured output; made-up weights may borrow one. Raises VocabularyError."""
+    fields = checkpoint.metadata if isinstance(checkpoint, GgufCheckpoint) else None
+    shape = checkpoint.config
+    return load_vocabulary(Path(config.model), shape.vocab_size, shape.eos_token_ids, fields)
 
 
 def max_model_len(config: WorkerConfig, model: ModelConfig) -> int:

@@ -47,7 +47,7 @@ def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
 
 def _num_steps(s: State, now: int) -> int:
     max_steps = s.config.max_steps_per_plan or policy.automatic_steps(s.estimates.step_us)
-    if max_steps == 1 or len(s.queue) or s.rows.prefilling or s.suspects:
+    if max_steps == 1 or len(s.queue) or s.rows.prefilling or s.suspects or s.rows.num_constrained:
         return 1
     stepping = s.rows.stepping_rows()
     if not len(stepping):

@@ -51,6 +51,7 @@ class Rows:
         self.prefilling: list[int] = []  # rows with prompt or history left to compute, oldest admission first
         self.num_active = 0
         self.num_paused = 0
+        self.num_constrained = 0  # rows under a constraint, whose every token has to be known before the next
         self.num_freed = 0  # changes exactly when some generation does
         self.version = 0  # changes whenever the set of stepping rows does
         self._stepping: tuple[int, Index] = (0, EMPTY)
@@ -75,6 +76,7 @@ class Rows:
         self.slot[row], self.tenant[row] = request.slot, request.tenant
         self.paused[row] = request.paused
         self.num_paused += request.paused
+        self.num_constrained += request.sampling.constraint is not None
         self.owners[row] = seq
         self.prefilling.append(row)
         self.num_active += 1
@@ -104,6 +106,7 @@ class Rows:
         if not self.decoding[row]:
             self.prefilling.remove(row)
         self.num_paused -= int(self.paused[row])
+        self.num_constrained -= seq.request.sampling.constraint is not None
         self.decoding[row] = self.paused[row] = False
         self.stepping[row] = self.num_tokens[row] = self.num_planned[row] = self.num_computed[row] = 0
         self.max_tokens[row] = self.capacity[row] = FAR

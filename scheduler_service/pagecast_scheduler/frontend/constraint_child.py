@@ -12,36 +12,23 @@ import sys
 
 from llguidance import LLMatcher, LLTokenizer
 
+from pagecast_wire.constraints import grammar_of, limits
+from pagecast_wire.sampling import Constraint, ConstraintKind
+
 MAX_MEMORY_BYTES = 4 << 30
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_TEXT = 300
 """Characters of a compiler's message that are passed on; it speaks of the caller's own constraint."""
 
 
-def grammar_of(kind: str, text: str) -> str:
-    """The compiler's grammar for a constraint. Raises ValueError with its message."""
-    match kind:
-        case "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(text)
-        case "json_object":
-            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
-        case "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
-        case "choices":
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps({"enum": json.loads(text)}))
-        case _:
-            grammar = LLMatcher.grammar_from_lark(text)
-    return str(grammar)
-
-
 def fault(kind: str, text: str, tokenizer: LLTokenizer) -> str:
     """What is wrong with a constraint; "" if it compiles and its first token exists."""
     try:
-        grammar = grammar_of(kind, text)
-        message = LLMatcher.validate_grammar(grammar, tokenizer)
+        grammar = grammar_of(Constraint(ConstraintKind[kind.upper()], text))
+        message = LLMatcher.validate_grammar(grammar, tokenizer, limits=limits())
         if message:
             return str(message)
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         has_first = any(matcher.compute_bitmask())
         return str(matcher.get_error()) if matcher.is_error() else "" if has_first else "matches no text"
     except ValueError as error:
