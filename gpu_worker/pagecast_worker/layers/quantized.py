@@ -1,0 +1,157 @@
+"""Weights of a product that are not plain tensors, and the operators that take them.
+
+`ops.linear` and its gated relatives accept a Tensor or one of these in the weight's place; layers do not tell them apart.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pagecast_kernels.quantized_weights import PackedWeight
+
+DENSE_FROM = 257
+"""Rows from which on a packed weight is de-quantized for one product by the library: the launch table's last row is before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Values of 4 or 8 bits that meet activations of 16. order int64[K]: which column of x each column of the weight belongs to."""
+
+    weight: PackedWeight
+    order: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """values float8_e4m3fn or int8 [N, K] that meet activations of their own type, and a scale float32[N] for each row."""
+
+    values: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a CPU keeps of a `Scaled`: its values times its scales, [N, K] in the model's type. x is rounded to `dtype` and back."""
+
+    weight: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Activations float8_e4m3fn or int8 [T, K] with a scale float32[T] for each row, as a norm or SiLU·mul may leave them."""
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+
+Weight = Tensor | Packed | Scaled | Rounded
+
+
+def takes(weight: Weight) -> torch.dtype | None:
+    """The 8-bit type in which a product wants its activations, if whoever makes them can leave them so."""
+    return weight.values.dtype if isinstance(weight, Scaled) else None
+
+
+def nbytes(weight: Weight) -> int:
+    """Bytes that a weight takes on its device."""
+    if isinstance(weight, Packed):
+        return weight.weight.nbytes + (0 if weight.order is None else weight.order.nbytes)
+    if isinstance(weight, Scaled):
+        return weight.values.nbytes + weight.scales.nbytes
+    return weight.weight.nbytes if isinstance(weight, Rounded) else weight.nbytes
+
+
+class CpuQuantized:
+    """The products of cpu_ops for every kind of weight that a CPU keeps."""
+
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+
+    def _ready(self, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+        from pagecast_kernels.reference_quantized import quantize_rows
+
+        if isinstance(weight, Rounded):
+            values, scales = quantize_rows(x, weight.dtype)
+            return values.to(x.dtype) * scales.unsqueeze(1).to(x.dtype), weight.weight
+        assert isinstance(weight, Tensor)
+        return x, weight
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """See reference.linear."""
+        x, plain = self._ready(x, weight)
+        return self._plain.linear(x, plain, bias)  # type: ignore[no-any-return]
+
+    def linear_silu_mul(self, x: Tensor, weight: Weight) -> Tensor:
+        """See reference.linear_silu_mul."""
+        return self._plain.linear_silu_mul(*self._ready(x, weight))  # type: ignore[no-any-return]
+
+    def linear_gelu_mul(self, x: Tensor, weight: Weight) -> Tensor:
+        """See reference.linear_gelu_mul."""
+        return self._plain.linear_gelu_mul(*self._ready(x, weight))  # type: ignore[no-any-return]
+
+
+class GpuQuantized:
+    """The products of a GPU for every kind of weight that it keeps. plain: the same for tensors. Owns the workspace that splits share."""
+
+    def __init__(self, plain: Any, device: torch.device) -> None:
+        from pagecast_kernels import quantized_products, quantized_rows, scaled_products
+
+        self._plain, self._products, self._scaled, self._rows = plain, quantized_products, scaled_products, quantized_rows
+        self._workspace = quantized_products.split_workspace(device)
+
+    def linear(self, x: Tensor | Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """See reference.linear."""
+        if isinstance(weight, Packed):
+            assert isinstance(x, Tensor)
+            return self._packed(x, weight, bias)
+        if isinstance(weight, Scaled):
+            rows = x if isinstance(x, Rows) else Rows(*self._rows.quantize_rows(x, weight.values.dtype))
+            return self._scaled.scaled_product(
+                rows.values, rows.scales, weight.values, weight.scales, bias, dtype=self._plain.dtype, workspace=self._workspace
+            )
+        return self._plain.linear(x, weight, bias)  # type: ignore[no-any-return]
+
+    def _packed(self, x: Tensor, weight: Packed, bias: Tensor | None, gated: bool = False) -> Tensor:
+        packed = weight.weight
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        if x.shape[0] < DENSE_FROM:
+            return self._products.packed_product(x, packed, bias, gated=gated, workspace=self._workspace)
+        dense = torch.empty((packed.rows, packed.columns), dtype=x.dtype, device=x.device)
+        y = F.linear(x, self._products.unpack_weight(packed, dense), bias)
+        return self._plain.silu_mul(y) if gated else y  # type: ignore[no-any-return]
+
+    def linear_silu_mul(self, x: Tensor | Rows, weight: Weight) -> Tensor:
+        """See reference.linear_silu_mul."""
+        if isinstance(weight, Packed) and weight.weight.paired:
+            assert isinstance(x, Tensor)
+            return self._packed(x, weight, None, gated=True)
+        if isinstance(weight, Tensor):
+            return self._plain.linear_silu_mul(x, weight)  # type: ignore[no-any-return]
+        return self._plain.silu_mul(self.linear(x, weight))  # type: ignore[no-any-return]
+
+    def linear_gelu_mul(self, x: Tensor | Rows, weight: Weight) -> Tensor:
+        """See reference.linear_gelu_mul."""
+        if isinstance(weight, Tensor):
+            return self._plain.linear_gelu_mul(x, weight)  # type: ignore[no-any-return]
+        return self._plain.gelu_mul(self.linear(x, weight))  # type: ignore[no-any-return]
+
+    def rms_norm_rows(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Rows:
+        """See reference_quantized.rms_norm_quantized."""
+        return Rows(*self._rows.rms_norm_quantized(x, weight, eps, dtype))
+
+    def add_rms_norm_rows(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Rows:
+        """See reference_quantized.add_rms_norm_quantized."""
+        return Rows(*self._rows.add_rms_norm_quantized(x, residual, weight, eps, dtype))
+
+    def linear_silu_mul_rows(self, x: Tensor | Rows, weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Rows:
+        """linear_silu_mul with a bias, quantized for a product that follows."""
+        return Rows(*self._rows.silu_mul_quantized(self.linear(x, weight, bias), dtype))

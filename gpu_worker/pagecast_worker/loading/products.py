@@ -1,0 +1,132 @@
+"""The weights of a model's products, made quantized one at a time: from what a checkpoint stores, or rounded on the way in.
+
+A product whose weight is quantized is allocated without memory; what replaces it exists whole only for that one product.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_kernels import quantized_weights
+from pagecast_kernels.quantized_weights import BIAS, Kind, PackedWeight, tile_columns
+from pagecast_worker.executor import LoadError
+from pagecast_worker.layers.feed_forward import FeedForward
+from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.layers.quantized import Packed, Rounded, Scaled, Weight
+from pagecast_worker.loading import stored
+from pagecast_worker.loading.schemes import Scheme
+from pagecast_worker.loading.stored import Stored
+from pagecast_worker.models.weights import Source
+
+METHODS = ("int4", "fp8")
+"""What `--quantization` may name: weights rounded as they are loaded."""
+ONLINE_GROUP = 128
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Product:
+    """A layer's product. gated: its rows are gates and ups whose SiLU·mul is all that is made of them."""
+
+    layer: ColumnParallel | RowParallel
+    gated: bool
+
+
+def products_of(block: Any) -> Iterator[Product]:
+    """Every product within a model's layer, however deep."""
+    if isinstance(block, ColumnParallel | RowParallel):
+        yield Product(block, False)
+    elif isinstance(block, FeedForward):
+        rows = block.gate_up.weight.shape[0]
+        yield Product(block.gate_up, block.activation == "silu" and block.gate_up.bias is None and rows % 16 == 0)
+        yield Product(block.down, False)
+    elif dataclasses.is_dataclass(block):
+        for field in dataclasses.fields(block):
+            yield from products_of(getattr(block, field.name))
+
+
+class Quantizer:
+    """Turns the parts that a product's sources give into its weight. method: of `--quantization`; scheme: the checkpoint's own.
+
+    dtype: the model's, in which weights are kept that stay plain. Raises LoadError for what cannot work together.
+    """
+
+    def __init__(self, method: str | None, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> None:
+        if method is not None and scheme is not None:
+            raise LoadError(f"quantization must not be given for a checkpoint that is quantized ({scheme.name}), got {method}")
+        if device.type == "cuda" and dtype == torch.float32:
+            raise LoadError("dtype must be bfloat16 or float16 for quantized weights on a GPU, got float32")
+        self.method, self.scheme, self.device, self.dtype = method, scheme, device, dtype
+        self._parts: dict[int, list[Stored | Tensor]] = {}
+
+    def stored(self, checkpoint: Any, names: set[str], source: Source) -> Stored | None:
+        """This rank's part of a source as the checkpoint stores it quantized; None where it has a plain one."""
+        layer = source.name.removesuffix(".weight")
+        if self.scheme is None or not stored.is_quantized(self.scheme, names, layer):
+            return None
+        value = stored.read(checkpoint, self.scheme, names, layer, source.shape, self.device)
+        if source.take is not None:
+            first, last = source.take
+            value = value.of_rows(lambda rows: rows[first:last])
+        if source.change is not None:
+            change = source.change
+            value = value.of_rows(lambda rows: change(rows.cpu()).to(self.device))
+        return value if source.part is None else value.part(source.part)
+
+    def add(self, product: Product, part: Stored | Tensor, name: str) -> None:
+        """The next rows of a product's weight. With the last of them the weight is made."""
+        key = id(product.layer)
+        parts = self._parts.setdefault(key, [])
+        parts.append(part)
+        if sum((p.values if isinstance(p, Stored) else p).shape[0] for p in parts) < product.layer.weight.shape[0]:
+            return
+        del self._parts[key]
+        product.layer.weight = self._weight(parts, product.gated, name)
+
+    def _weight(self, parts: list[Stored | Tensor], gated: bool, name: str) -> Weight:
+        whole: Stored | None = None
+        if all(isinstance(part, Stored) for part in parts):
+            whole = stored.joined([part for part in parts if isinstance(part, Stored)])
+        elif self.method is not None and all(isinstance(part, Tensor) for part in parts):
+            dense = torch.cat([part.to(self.device) for part in parts if isinstance(part, Tensor)])
+            whole = stored.rounded(dense, self.method, ONLINE_GROUP, name)
+        if whole is None:
+            return torch.cat([p.dense(self.dtype) if isinstance(p, Stored) else p.to(self.device, self.dtype) for p in parts])
+        return self._made(whole, gated)
+
+    def _made(self, whole: Stored, gated: bool) -> Weight:
+        activations = self.scheme.activations if self.scheme is not None else ("fp8" if self.method == "fp8" else "")
+        if self.device.type != "cuda":
+            eight = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+            dense = whole.dense(self.dtype)
+            return Rounded(dense, eight[activations]) if activations else dense
+        if activations:
+            values = whole.values.contiguous()
+            signed = values.view(torch.float8_e4m3fn) if whole.kind == "fp8" else (values.to(torch.int16) - 128).to(torch.int8)
+            return Scaled(signed, whole.scales[:, 0].contiguous())
+        if not quantized_weights.usable_group(whole.group, whole.values.shape[1]):
+            return whole.dense(self.dtype)
+        zeros = whole.zeros
+        if zeros is not None and bool((zeros == BIAS[whole.kind]).all()):
+            zeros = None
+        packed = quantized_weights.pack(whole.kind, whole.values, whole.scales, zeros, whole.group, gated)
+        return Packed(packed, whole.order)
+
+
+def empty_weight(product: Product, method: str | None, scheme: Scheme | None) -> Weight:
+    """What stands for a product's weight where kernels are compiled ahead: of the likely form, without memory."""
+    rows, columns = product.layer.weight.shape
+    made = lambda shape, dtype=torch.float32: torch.empty(shape, device="meta", dtype=dtype)
+    activations = scheme.activations if scheme is not None else ("fp8" if method == "fp8" else "")
+    if activations:
+        return Scaled(made((rows, columns), torch.float8_e4m3fn if activations == "fp8" else torch.int8), made((rows,)))
+    group = ONLINE_GROUP if scheme is None else min(scheme.group, 128)
+    kind: Kind = "fp8" if scheme is not None and scheme.form == "fp8" else "int8" if scheme is not None and scheme.bits == 8 else "int4"
+    padded = -(-columns // 128) * 128
+    height = -(-rows // 64)
+    scales = made((padded // group if group else 1, height * 64))
+    words = made((height, padded // tile_columns(kind), 1024), torch.int32)
+    zeros = scales if scheme is not None and scheme.form == "awq" else None
+    return Packed(PackedWeight(kind, rows, columns, group, words, scales, zeros, product.gated))
