@@ -12,7 +12,9 @@ from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.group import Group
 from pagecast_worker.layers.latent_attention import LatentAttention
+from pagecast_worker.layers.quantized import CpuQuantized, GpuQuantized
 from pagecast_worker.loading.checkpoint import dtype_named
+from pagecast_worker.loading.products import products_of
 from pagecast_worker.models import one_row
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
@@ -56,7 +58,9 @@ class Backend:
             from pagecast_worker import cpu_ops
             from pagecast_worker.host_staging import HostStaging
 
-            self.ops = cpu_ops
+            self.ops = SimpleNamespace(**vars(cpu_ops)) if is_quantized(model) else cpu_ops
+            if is_quantized(model):
+                vars(self.ops).update(products_over(CpuQuantized(cpu_ops)))
             self.staging = HostStaging()
 
     def synchronize(self) -> None:
@@ -107,12 +111,26 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
         "finish_rows", "latent_rope_and_write", "latent_prefill",
         "adjust_logits", "forbid_tokens", "note_tokens", "top_logprobs",
     )  # fmt: skip
-    return SimpleNamespace(
+    ops = SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
         **{name: partial(getattr(triton_ops, name), workspace=workspace) for name, workspace in scratch.items()},
         linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
         one_row=one_row.suits(model), **one_row_ops,
     )
+    if is_quantized(model):
+        plain = SimpleNamespace(**vars(ops), dtype=model.dtype)
+        vars(ops).update(products_over(GpuQuantized(plain, device)))
+    return ops
+
+
+def is_quantized(model: Decoder) -> bool:
+    """Whether a product's weight is anything but a tensor."""
+    return any(not isinstance(product.layer.weight, Tensor) for layer in model.layers for product in products_of(layer))
+
+
+def products_over(quantized: Any) -> dict[str, Any]:
+    """The operators that an object of layers.quantized offers, by name."""
+    return {name: getattr(quantized, name) for name in dir(quantized) if not name.startswith("_")}
 
 
 def _scratch(config: WorkerConfig, model: Decoder, device: torch.device) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class WorkerConfig:
     run_dir: folder (mode 0700) that holds the cluster's sockets. model: absolute path of a model folder or .gguf file; the oracle
     takes it as a name only. num_blocks: KV pool size in blocks, null block included; None measures memory. cpu_kv_gib: KV pool
     size on the CPU backend in GiB. random_weights: a shape name or a folder with a config.json; weights are then made up.
+    quantization: "fp8" or "int4", to which weights are rounded while they are loaded. kv_cache_dtype: "auto" or "fp8".
     oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
     """
 
@@ -38,6 +39,8 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     enforce_eager: bool = False
     random_weights: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     oracle_vocab_size: int = 49152
     oracle_step_us: int = 0
     log_format: LogFormat = "auto"
@@ -57,6 +60,8 @@ class WorkerConfig:
             (self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}"),
             (self.max_model_len is None or self.max_model_len >= 2, f"max_model_len must be at least 2, got {self.max_model_len}"),
             (self.max_num_batched_tokens >= 1, f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}"),
+            (self.quantization in (None, "fp8", "int4"), f"quantization must be fp8 or int4, got {self.quantization!r}"),
+            (self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype must be auto or fp8, got {self.kv_cache_dtype!r}"),
             (self.oracle_vocab_size >= 2, f"oracle_vocab_size must be at least 2, got {self.oracle_vocab_size}"),
             (self.oracle_step_us >= 0, f"oracle_step_us must not be negative, got {self.oracle_step_us}"),
         ):
@@ -72,6 +77,7 @@ class WorkerConfig:
         """Hex digest over what ranks of one group must agree on; compared by the scheduler in the hellos."""
         shared = (
             self.model, self.tensor_parallel_size, self.executor, self.dtype, self.block_size, self.max_num_seqs, self.max_model_len,
-            self.max_num_batched_tokens, self.random_weights, self.oracle_vocab_size, self.enforce_eager, self.num_blocks is None,
+            self.max_num_batched_tokens, self.random_weights, self.quantization, self.kv_cache_dtype,
+            self.oracle_vocab_size, self.enforce_eager, self.num_blocks is None,
         )
         return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]

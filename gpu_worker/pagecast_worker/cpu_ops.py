@@ -13,6 +13,7 @@ from pagecast_kernels.reference import (
     copy_blocks,
     finish_rows,
     forbid_tokens,
+    from_cache,
     gather_rows,
     gelu_mul,
     keep_mask,
@@ -25,6 +26,8 @@ from pagecast_kernels.reference import (
     paged_prefill,
     philox,
     silu_mul,
+    storage,
+    to_cache,
 )
 
 __all__ = [
@@ -139,6 +142,8 @@ def rope_and_write_kv(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     out_q: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See reference.rope_and_write_kv."""
     key = (cos_sin, positions, slot_mapping, num_kv_heads, k_cache.shape[2])
@@ -161,8 +166,8 @@ def rope_and_write_kv(
     k, v = result[:, num_heads:], heads[:, rotated:]
     if len(tokens) != total:
         k, v = k.index_select(0, tokens), v.index_select(0, tokens)
-    for cache, value in ((k_cache, k), (v_cache, v)):
-        cache.view(-1, head_dim).index_copy_(0, places, value.reshape(-1, head_dim).to(cache.dtype))
+    for cache, value, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
+        storage(cache).view(-1, head_dim).index_copy_(0, places, to_cache(value, scale, cache).reshape(-1, head_dim))
     q = result[:, :num_heads]
     return q if out_q is None else out_q.copy_(q)
 
@@ -196,6 +201,8 @@ def paged_decode(
     softcap: float = 0.0,
     workspace: object = None,
     out: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See reference.paged_decode. Slots of used blocks must be finite, also beyond a row's length."""
     batch, num_heads, dim = q.shape
@@ -206,7 +213,10 @@ def paged_decode(
         found = _decode_step.put(_decode_indices(block_table, rows, seq_lens, num_kv_heads, size, window), *key)
     index, bias, empty = found
     length = bias.shape[-1]
-    k, v = (c.view(-1, size * dim).index_select(0, index).view(batch, num_kv_heads, length, dim) for c in (k_cache, v_cache))
+    pages = (storage(c).view(-1, size * dim).index_select(0, index).view(c.dtype) for c in (k_cache, v_cache))
+    k, v = (c.view(batch, num_kv_heads, length, dim) for c in pages)
+    if k_scale is not None and v_scale is not None:
+        k, v = (from_cache(c, scale, q).to(q.dtype) for c, scale in ((k, k_scale), (v, v_scale)))
     grouped = q.view(batch, num_kv_heads, num_heads // num_kv_heads, dim)
     if q.dtype == torch.float32 and not softcap:
         attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)

@@ -32,4 +32,5 @@ class KVCache:
     def clear(self, blocks: Tensor) -> None:
         """Zero the blocks int[n] in every layer: a slot not written yet may hold the NaN of a row that went bad."""
         for part in self.storage:
-            part.index_fill_(1, blocks.long(), 0.0)
+            plain = part.view(torch.uint8) if part.dtype.itemsize == 1 else part
+            plain.index_fill_(1, blocks.long(), 0)

@@ -90,6 +90,7 @@ class TorchExecutor:
             self._group.meet(checkpoint.identity())
         self.backend = Backend(config, self.device, shape, self._group)
         self.dtype = self.backend.dtype
+        self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         max_blocks = -(-self.max_model_len // config.block_size)
         ahead = start_precompilation(config, shape, self.dtype, max_blocks, self.device)
         try:
@@ -120,16 +121,16 @@ class TorchExecutor:
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            kv_bytes_per_token=block_bytes(shape.num_layers, shape.kv_shape(), 1, self.dtype),
+            kv_bytes_per_token=block_bytes(shape.num_layers, shape.kv_shape(), 1, self.kv_dtype),
             num_parameters=self.model.num_parameters(),
-            quantization=shape.quantization,
+            quantization=config.quantization or shape.quantization,
         )
         return facts, num_blocks
 
     def _allocate(self, report: ReportProgress) -> int:
         """Size the pool, from a peak step measured over a pool of two blocks, and allocate it."""
         shape, config = self.model.config, self.config
-        bytes_per_block = block_bytes(shape.num_layers, self.model.kv_shape, config.block_size, self.dtype)
+        bytes_per_block = block_bytes(shape.num_layers, self.model.kv_shape, config.block_size, self.kv_dtype)
         self.cache = self._cache(2)
         report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
         peak_step(self)
@@ -140,7 +141,7 @@ class TorchExecutor:
         return num_blocks
 
     def _cache(self, num_blocks: int) -> KVCache:
-        return KVCache(num_blocks, self.model.config.num_layers, self.model.kv_shape, self.config.block_size, self.device, self.dtype)
+        return KVCache(num_blocks, self.model.config.num_layers, self.model.kv_shape, self.config.block_size, self.device, self.kv_dtype)
 
     def _warm_up(self, report: ReportProgress) -> None:
         """Run a decode step of every size that serving may use, as graphs where there are graphs."""

@@ -30,19 +30,19 @@ def _accurate(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _raw(cache: Tensor) -> Tensor:
+def storage(cache: Tensor) -> Tensor:
     """The cache as torch can index it: bytes where values have 8 bits."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
-def _fit(value: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:
+def to_cache(value: Tensor, scale: Tensor | None, cache: Tensor) -> Tensor:
     """value[T, Hkv, D] as the cache stores it: with scales float32[Hkv] divided by them and kept in the range of e4m3."""
     if scale is not None:
         value = (value / scale.to(value.dtype).view(-1, 1)).clamp(-448.0, 448.0)
-    return _raw(value.to(cache.dtype))
+    return storage(value.to(cache.dtype))
 
 
-def _scaled(tokens: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
+def from_cache(tokens: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
     """Gathered tokens [.., Hkv, S, D] in the type that q's arithmetic is done in; 8-bit ones times their heads' scales."""
     if scale is None:
         return _accurate(tokens)
@@ -170,14 +170,14 @@ def rope_and_write_kv(
         tokens = tokens[slots >= 0]
         slots = slots[tokens]
     block, offset = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    _raw(k_cache)[block, :, offset] = _fit(_rotate(k, cos, sin)[tokens], k_scale, k_cache)
-    _raw(v_cache)[block, :, offset] = _fit(v[tokens], v_scale, v_cache)
+    storage(k_cache)[block, :, offset] = to_cache(_rotate(k, cos, sin)[tokens], k_scale, k_cache)
+    storage(v_cache)[block, :, offset] = to_cache(v[tokens], v_scale, v_cache)
     return _give(_rotate(q, cos, sin), out_q, qkv.dtype)
 
 
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copy whole blocks src[i] to dst[i] (int[n]) in one layer's caches. No block may be both source and destination, unless of itself."""
-    for cache in (_raw(k_cache), _raw(v_cache)):
+    for cache in (storage(k_cache), storage(v_cache)):
         cache[dst.long()] = cache[src.long()]
 
 
@@ -188,7 +188,7 @@ def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
     """The tokens of blocks int[n, m] of a cache, in order: [n, Hkv, m·block_size, D], a copy."""
     n, m = blocks.shape
     _, heads, size, dim = cache.shape
-    return _raw(cache)[blocks].transpose(1, 2).reshape(n, heads, m * size, dim).view(cache.dtype)
+    return storage(cache)[blocks].transpose(1, 2).reshape(n, heads, m * size, dim).view(cache.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float) -> Tensor:
@@ -237,8 +237,8 @@ def paged_decode(
     table = block_table[rows.long(), :blocks].long().where(used, 0)
     hidden = ~seen[:, None, :, None]
     # Slots past the end may hold anything, NaN included, and 0 · NaN is NaN.
-    k = _scaled(_gather(k_cache, table), k_scale, q).masked_fill_(hidden, 0.0)
-    v = _scaled(_gather(v_cache, table), v_scale, q).masked_fill_(hidden, 0.0)
+    k = from_cache(_gather(k_cache, table), k_scale, q).masked_fill_(hidden, 0.0)
+    v = from_cache(_gather(v_cache, table), v_scale, q).masked_fill_(hidden, 0.0)
     grouped = _accurate(q).view(batch, num_kv_heads, num_heads // num_kv_heads, dim)
     result = _attend(grouped, k, v, seen[:, None, None, :], scale, softcap)
     return _give(result.reshape(batch, num_heads, dim), out, q.dtype)
@@ -277,7 +277,7 @@ def paged_prefill(
             continue
         blocks = block_table[row[n], : -(-seq_len // k_cache.shape[2])].long().unsqueeze(0)
         k, v = (
-            _scaled(_gather(cache, blocks)[0, :, :seq_len], scales, q).repeat_interleave(group, 0)
+            from_cache(_gather(cache, blocks)[0, :, :seq_len], scales, q).repeat_interleave(group, 0)
             for cache, scales in ((k_cache, k_scale), (v_cache, v_scale))
         )
         query = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)

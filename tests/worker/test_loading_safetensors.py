@@ -187,9 +187,9 @@ def test_configuration_that_is_no_json(tmp_path):
 
 def test_end_tokens_come_from_the_generation_config(tmp_path):
     folder = write_config(tmp_path, rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 5e5}, rope_theta=None)
-    assert read_config(folder).eos_token_ids == (2,)
+    assert read_config(folder)[0].eos_token_ids == (2,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
-    config = read_config(folder)
+    config, _ = read_config(folder)
     assert (config.eos_token_ids, config.rope_theta, config.rope_scaling) == ((7, 9), 5e5, RopeScaling("linear", 2.0))
 
 

@@ -1,6 +1,6 @@
 """Grouped-query attention over the paged cache: fused projection, rotation and cache write, then decode and prefill kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ class Attention:
 
     qkv's weight is [(Hq + 2 Hkv) D, H], split by heads; output's [H, Hq D], so its product is one summand over ranks.
     q_norm, k_norm [D]: norms of each head. cos_sin: this layer's angles. window: how many tokens it sees, 0: all.
+    kv_scales: k_scale and v_scale float32[Hkv], where the cache has 8 bits.
     """
 
     qkv: ColumnParallel
@@ -30,6 +31,7 @@ class Attention:
     eps: float = 1e-6
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    kv_scales: dict[str, Tensor] = field(default_factory=dict)
 
     def forward(self, ops: Any, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """x[T, H] normed -> [T, H], this rank's summand."""
@@ -39,12 +41,12 @@ class Attention:
         """qkv[T, (Hq + 2 Hkv) D] -> [T, Hq D]: rotation, cache write and attention."""
         q = ops.rope_and_write_kv(
             qkv, self.cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.q_norm, self.k_norm, self.eps,
+            self.q_norm, self.k_norm, self.eps, **self.kv_scales,
         )
         return self._attend(ops, q, step, k_cache, v_cache).view(qkv.shape[0], -1)
 
     def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        decodes, looks = step.num_decodes, {"window": self.window, "softcap": self.softcap}
+        decodes, looks = step.num_decodes, {"window": self.window, "softcap": self.softcap, **self.kv_scales}
         if not step.num_prefills:
             return ops.paged_decode(q, k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, **looks)
         out = torch.empty_like(q)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pagecast_worker.layers.quantized import Weight
 from pagecast_worker.parallel import Ranks
 
 
@@ -17,7 +18,7 @@ from pagecast_worker.parallel import Ranks
 class ColumnParallel:
     """weight[N, K] and bias[N] hold this rank's outputs."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
 
     def forward(self, ops: Any, x: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ class ColumnParallel:
 class RowParallel:
     """weight[N, K] holds the columns of this rank's inputs; bias[N] is the whole one on every rank, and rank 0 alone adds it."""
 
-    weight: Tensor
+    weight: Weight
     ranks: Ranks
     bias: Tensor | None = None
 

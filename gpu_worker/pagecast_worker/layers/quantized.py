@@ -23,6 +23,10 @@ class Packed:
     weight: PackedWeight
     order: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.rows, self.weight.columns
+
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
@@ -31,6 +35,10 @@ class Scaled:
     values: Tensor
     scales: Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
@@ -38,6 +46,10 @@ class Rounded:
 
     weight: Tensor
     dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
 
 
 @dataclass(frozen=True, slots=True)

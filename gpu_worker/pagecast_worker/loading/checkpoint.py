@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagecast_worker.executor import LoadError
+from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.models.config import ModelConfig
 
 
@@ -15,6 +16,8 @@ class Checkpoint(Protocol):
     """An opened checkpoint. Opening reads headers only; `tensor` reads one tensor."""
 
     config: ModelConfig
+    scheme: Scheme | None
+    """How its weights are quantized, where they are."""
 
     def names(self) -> Iterable[str]:
         """Every tensor in the checkpoint, by its Hugging Face name."""
@@ -24,6 +27,9 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor on the CPU in its stored float type, of exactly this shape. Raises LoadError naming file and tensor."""
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor on the CPU as it is stored, whatever its type and shape. Raises LoadError."""
 
     def identity(self) -> str:
         """Hex SHA-256 over what the weights are: configuration, names, shapes, types and a sample of every file's bytes."""

@@ -52,6 +52,7 @@ class GgufCheckpoint:
             raise LoadError(f"{path}: not a readable GGUF file ({type(error).__name__})") from None
         self._tensors = {huggingface_name(t.name): t for t in self._reader.tensors}
         self.config = self._configuration()
+        self.scheme = None  # its tensors are de-quantized one by one
 
     def names(self) -> Iterable[str]:
         return (name for name in self._tensors if name != "rope_freqs.weight")
@@ -69,6 +70,9 @@ class GgufCheckpoint:
             if name.endswith(f"self_attn.{part}.weight"):
                 return unpermute(value, heads)
         return value
+
+    def raw(self, name: str) -> Tensor:
+        return self._values(name)
 
     def identity(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())

@@ -6,22 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from pagecast_worker.executor import LoadError
+from pagecast_worker.loading.schemes import Scheme, read_scheme
 from pagecast_worker.models.architecture import Architecture
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.fields import Fields
 from pagecast_worker.models.registry import architectures
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a model folder. Raises LoadError naming file and field."""
+def read_config(folder: Path) -> tuple[ModelConfig, Scheme | None]:
+    """The configuration of a model folder, and how its weights are quantized. Raises LoadError naming file and field."""
     path = folder / "config.json"
     values = _read_json(path)
     family = _family(path, values)
     fields = Fields(path, values | {"architectures": [family.name]})
-    fields.must_be("quantization_config", None)
+    scheme = read_scheme(path, fields.get("quantization_config"))
     config = family.read(fields)
     fields.finish()
-    return dataclasses.replace(config, eos_token_ids=_eos_token_ids(folder, values))
+    quantization = "" if scheme is None else scheme.name
+    return dataclasses.replace(config, eos_token_ids=_eos_token_ids(folder, values), quantization=quantization), scheme
 
 
 def _family(path: Path, values: dict[str, Any]) -> Architecture:

@@ -1,5 +1,6 @@
 """From a path to a model whose weights are on the device."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, ReportProgress
 from pagecast_worker.loading.checkpoint import Checkpoint, check_names
 from pagecast_worker.loading.gguf import GgufCheckpoint
+from pagecast_worker.loading.products import Quantizer, products_of
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.loading.safetensors import SafetensorsCheckpoint
+from pagecast_worker.loading.stored import KV_SCALES, Stored, wanted_names
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.models.registry import architecture
@@ -78,23 +81,63 @@ def load_model(
     report: ReportProgress,
 ) -> Loaded:
     """Allocate and fill. Reports bytes of weights under phase "weights"."""
-    family = architecture(checkpoint.config.architecture)
-    model = Decoder(checkpoint.config, family.names, ranks, device, dtype, max_model_len(config, checkpoint.config))
+    family, longest = architecture(checkpoint.config.architecture), max_model_len(config, checkpoint.config)
+    quantizer = None
+    if config.quantization is not None or checkpoint.scheme is not None:
+        quantizer = Quantizer(config.quantization, checkpoint.scheme, device, dtype)
+    model = Decoder(checkpoint.config, family.names, ranks, device, dtype, longest, quantized=quantizer is not None)
     sources = list(model.sources())
+    names = set() if isinstance(checkpoint, RandomWeights) else set(checkpoint.names())
     if not isinstance(checkpoint, RandomWeights):
         past = f"{family.names['layer']}".format(i=checkpoint.config.num_layers) if family.extra_layers else "\0"
-        check_names(checkpoint, {source.name for source in sources}, LEFT_OVER, past)
+        wanted = wanted_names(checkpoint.scheme, names, [source.name for source in sources])
+        check_names(checkpoint, wanted, (*LEFT_OVER, *KV_SCALES), past)
+    products = {id(p.layer.weight): p for layer in model.layers for p in products_of(layer)} if quantizer is not None else {}
     total = sum(source.held() for source in sources) * dtype.itemsize
     done = 0
     for source in sources:
+        product = products.get(id(source.parameter))
+        part: Stored | Tensor | None = None
         if isinstance(checkpoint, RandomWeights):
-            checkpoint.fill(source)
+            part = checkpoint.made(source, device) if product is not None else checkpoint.fill(source)
         else:
-            part = _part(checkpoint, source)
-            source.parameter.narrow(0, source.row, part.shape[0]).copy_(part)
+            part = quantizer.stored(checkpoint, names, source) if quantizer is not None else None
+            part = _part(checkpoint, source) if part is None else part
+        if product is not None and quantizer is not None and part is not None:
+            quantizer.add(product, part, source.name.removesuffix(".weight"))
+        elif part is not None:
+            plain = part.dense(dtype) if isinstance(part, Stored) else part
+            source.parameter.narrow(0, source.row, plain.shape[0]).copy_(plain)
         done += source.held() * dtype.itemsize
         report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
-    return Loaded(model, checkpoint.identity())
+    if config.kv_cache_dtype == "fp8":
+        scale_cache(model, checkpoint, names)
+    return Loaded(model, _digest(config, checkpoint.identity()))
+
+
+def _digest(config: WorkerConfig, identity: str) -> str:
+    """Of what the model computes: the checkpoint, and what its weights and cache are rounded to."""
+    if config.quantization is None and config.kv_cache_dtype == "auto":
+        return identity
+    return hashlib.sha256(f"{identity} {config.quantization} {config.kv_cache_dtype}".encode()).hexdigest()
+
+
+def scale_cache(model: Decoder, checkpoint: Checkpoint | RandomWeights, names: set[str]) -> None:
+    """Gives every layer the scales of its 8-bit cache: those that the checkpoint has, else 1. Raises LoadError."""
+    if model.config.latent is not None:
+        raise LoadError("kv_cache_dtype must be auto for a model with latent attention, got fp8")
+    heads, prefix = model.config.num_kv_heads, str(model.names["layer"])
+    for index, layer in enumerate(model.layers):
+        for part, older in (("k_scale", "k_proj.output_scale"), ("v_scale", "v_proj.output_scale")):
+            scale = torch.ones(heads)
+            for name in (f"self_attn.{part}", f"self_attn.attn.{part}", f"self_attn.{older}"):
+                whole = prefix.format(i=index) + name
+                if whole in names and not isinstance(checkpoint, RandomWeights):
+                    scale = checkpoint.raw(whole).float().flatten()
+                    if scale.numel() not in (1, heads) or not bool((scale > 0).all()):
+                        raise LoadError(f"{checkpoint.file_of(whole)}: tensor {whole} must hold 1 or {heads} scales above 0")
+            held = model.ranks.part(0, heads, "num_key_value_heads", model.kv_copies)
+            layer.attention.kv_scales[part] = held.of(scale.expand(heads)).contiguous().to(model.device)
 
 
 def _part(checkpoint: Checkpoint, source: Source) -> Tensor:

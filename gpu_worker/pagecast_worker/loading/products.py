@@ -14,6 +14,7 @@ from pagecast_kernels import quantized_weights
 from pagecast_kernels.quantized_weights import BIAS, Kind, PackedWeight, tile_columns
 from pagecast_worker.executor import LoadError
 from pagecast_worker.layers.feed_forward import FeedForward
+from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.quantized import Packed, Rounded, Scaled, Weight
 from pagecast_worker.loading import stored
@@ -35,7 +36,9 @@ class Product:
 
 
 def products_of(block: Any) -> Iterator[Product]:
-    """Every product within a model's layer, however deep."""
+    """Every product within a model's layer whose weight may be quantized. Those of latent attention are taken apart where they are used."""
+    if isinstance(block, LatentAttention):
+        return
     if isinstance(block, ColumnParallel | RowParallel):
         yield Product(block, False)
     elif isinstance(block, FeedForward):

@@ -6,7 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.hf_config import read_config
 from pagecast_worker.models.weights import Source
 
@@ -21,7 +23,9 @@ class RandomWeights:
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self.config = read_config(folder)
+        self.config, self.scheme = read_config(folder)
+        if self.scheme is not None:
+            raise LoadError(f"{folder}: random weights are not made quantized; leave quantization_config out and give quantization")
         self._generator = torch.Generator(device=device)
 
     def fill(self, source: Source) -> None:
@@ -33,6 +37,12 @@ class RandomWeights:
         whole.normal_(mean, STD, generator=self._generator)
         part = whole if source.part is None else source.part.of(whole)
         source.parameter.narrow(0, source.row, part.shape[0]).copy_(part)
+
+    def made(self, source: Source, device: torch.device) -> Tensor:
+        """The same for a parameter that has no memory."""
+        rows = source.part.size if source.part is not None and source.part.dim == 0 else source.rows()
+        made = torch.empty((rows, *source.parameter.shape[1:]), dtype=source.parameter.dtype, device=device)
+        return made.normal_(0.0, STD, generator=self._generator)
 
     def identity(self) -> str:
         """Hex SHA-256 of the configuration and the seed."""

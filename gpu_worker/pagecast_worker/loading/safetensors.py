@@ -26,7 +26,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = read_config(folder)
+        self.config, self.scheme = read_config(folder)
         self._files: dict[Path, Any] = {}
         self._where: dict[str, Path] = {}
         for path in self._paths():
@@ -48,6 +48,13 @@ class SafetensorsCheckpoint:
         return str(self._where.get(name, self.folder))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        value, path = self.raw(name), self._where[name]
+        check_shape(str(path), name, tuple(value.shape), shape)
+        if value.dtype not in FLOATS:
+            raise LoadError(f"{path}: tensor {name} is of type {value.dtype}, which is not understood")
+        return value
+
+    def raw(self, name: str) -> Tensor:
         path = self._where.get(name)
         if path is None:
             raise LoadError(f"{self.folder}: tensor {name} is missing")
@@ -55,9 +62,6 @@ class SafetensorsCheckpoint:
             value: Tensor = self._files[path].get_tensor(name)
         except (SafetensorError, OSError):
             raise LoadError(f"{path}: tensor {name} cannot be read") from None
-        check_shape(str(path), name, tuple(value.shape), shape)
-        if value.dtype not in FLOATS:
-            raise LoadError(f"{path}: tensor {name} is of type {value.dtype}, which is not understood")
         return value
 
     def identity(self) -> str:

@@ -124,5 +124,6 @@ def _compressed_group(config: _Values, name: str) -> Scheme:
     if activations is None:
         return Scheme("packed", bits, size, f"W{bits}A16")
     if bits != 8 or size:
-        raise LoadError(f"{config.path}: field {weights.name} must be 8 bits by channel beside 8-bit activations, got {bits} bits by {strategy}")
+        got = f"{bits} bits by {strategy}"
+        raise LoadError(f"{config.path}: field {weights.name} must be 8 bits by channel beside 8-bit activations, got {got}")
     return Scheme("int8", 8, 0, "W8A8-int8", activations="int8")

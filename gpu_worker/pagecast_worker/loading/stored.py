@@ -15,7 +15,7 @@ from pagecast_worker.parallel import Part
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight neighbouring columns each half-byte of an AWQ word holds, from the lowest on."""
 OPTIONAL = (".input_scale", ".input_scale_ub", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".g_idx", ".input_zero_point")
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Stored:
         if not self.group:
             return replace(self, values=values)
         if part.start % self.group or part.size % self.group:
-            raise LoadError(f"tensor_parallel_size must leave whole groups of {self.group} columns of {self.name}, got {part.size} of them")
+            raise LoadError(f"tensor_parallel_size must leave whole groups of {self.group} columns of {self.name}, got {part.size}")
         groups = Part(1, part.start // self.group, part.stop // self.group)
         return replace(
             self, values=values, scales=groups.of(self.scales), zeros=None if self.zeros is None else groups.of(self.zeros)
@@ -69,7 +69,9 @@ def joined(parts: list[Stored]) -> Stored | None:
     """The rows of several weights one after the other; None where they differ in more than their values."""
     first = parts[0]
     for other in parts[1:]:
-        same = first.order is other.order or (first.order is not None and other.order is not None and torch.equal(first.order, other.order))
+        same = first.order is other.order
+        if first.order is not None and other.order is not None:
+            same = torch.equal(first.order, other.order)
         if other.kind != first.kind or other.group != first.group or not same:
             return None
     zeros = None
@@ -98,11 +100,22 @@ def _marker(scheme: Scheme) -> str:
 def tensors_of(scheme: Scheme, names: set[str], layer: str) -> set[str]:
     """Names of the tensors that a quantized layer has to have, and of those it may have and has."""
     needed = {
-        "awq": (".qweight", ".qzeros", ".scales"), "gptq": (".qweight", ".qzeros", ".scales"), "packed": (".weight_packed", ".weight_scale"),
+        "awq": (".qweight", ".qzeros", ".scales"), "gptq": (".qweight", ".qzeros", ".scales"),
+        "packed": (".weight_packed", ".weight_scale"),
     }.get(scheme.form, (".weight", ".weight_scale"))  # fmt: skip
     if layer + ".weight_scale_inv" in names:
         needed = (".weight", ".weight_scale_inv")
     return {layer + ending for ending in needed} | {layer + ending for ending in OPTIONAL if layer + ending in names}
+
+
+def wanted_names(scheme: Scheme | None, names: set[str], weights: list[str]) -> set[str]:
+    """The tensors that a checkpoint must hold (and of those it may, those it does) in order to give these weights."""
+    wanted: set[str] = set()
+    for weight in weights:
+        layer = weight.removesuffix(".weight")
+        quantized = scheme is not None and is_quantized(scheme, names, layer)
+        wanted |= tensors_of(scheme, names, layer) if scheme is not None and quantized else {weight}
+    return wanted
 
 
 def read(checkpoint: Reads, scheme: Scheme, names: set[str], layer: str, shape: tuple[int, ...], device: torch.device) -> Stored:

@@ -37,9 +37,12 @@ class Decoder:
     """Weights of one rank and the forward pass. Parameters are allocated empty; `sources` says how to fill them."""
 
     def __init__(
-        self, config: ModelConfig, names: Names, ranks: Ranks, device: torch.device, dtype: torch.dtype, max_positions: int
-    ) -> None:
+        self, config: ModelConfig, names: Names, ranks: Ranks, device: torch.device, dtype: torch.dtype, max_positions: int,
+        *, quantized: bool = False,
+    ) -> None:  # fmt: skip
+        """quantized: weights of products get no memory here; whoever fills the model puts others in their place."""
         self.config, self.names, self.ranks, self.dtype, self.device = config, names, ranks, dtype, device
+        self._product_device = torch.device("meta") if quantized else device
         heads, key, value = config.kv_shape()
         self.kv_copies = ranks.copies(heads, "num_key_value_heads")
         """Ranks that hold the same KV head, where there are more ranks than heads."""
@@ -57,6 +60,10 @@ class Decoder:
 
     def _make(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def _product(self, *shape: int) -> Tensor:
+        """The weight of a product."""
+        return torch.empty(shape, device=self._product_device, dtype=self.dtype)
 
     def _norm(self, size: int) -> Tensor:
         """Weights near 0 that get 1 added lose most of their digits in 16 bits, so those are kept in 32."""
@@ -76,8 +83,8 @@ class Decoder:
         heads, hidden, dim = self.ranks.share(config.num_heads, "num_attention_heads"), config.hidden_size, config.head_dim
         rows, window = (heads + 2 * self.num_kv_heads) * dim, config.window(index)
         attention = Attention(
-            ColumnParallel(make(rows, hidden), make(rows) if config.attention_bias else None),
-            RowParallel(make(hidden, heads * dim), self.ranks, make(hidden) if config.output_bias else None),
+            ColumnParallel(self._product(rows, hidden), make(rows) if config.attention_bias else None),
+            RowParallel(self._product(hidden, heads * dim), self.ranks, make(hidden) if config.output_bias else None),
             num_heads=heads, num_kv_heads=self.num_kv_heads, head_dim=dim, scale=config.softmax_scale,
             cos_sin=self._local_cos_sin if window else self.cos_sin, window=window, softcap=config.attention_softcap,
             eps=config.rms_norm_eps,
@@ -113,7 +120,7 @@ class Decoder:
         )
 
     def _dense(self, size: int) -> FeedForward:
-        make, hidden, inner = self._make, self.config.hidden_size, self.ranks.share(size, "intermediate_size")
+        make, hidden, inner = self._product, self.config.hidden_size, self.ranks.share(size, "intermediate_size")
         return FeedForward(ColumnParallel(make(2 * inner, hidden)), RowParallel(make(hidden, inner), self.ranks), self.config.activation)
 
     def sources(self) -> Iterator[Source]:
