@@ -14,14 +14,18 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 import torch
 
 from pagecast_worker.config import WorkerConfig
+from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from pagecast_worker.models.decoder import Decoder
 
 MOST_PROCESSES = 8
 WAIT_SECONDS = 60.0
@@ -32,7 +36,9 @@ _log = structlog.get_logger(__name__)
 class Precompilation:
     """Processes under way. Made before weights are read, waited for before the first launch."""
 
-    def __init__(self, config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, config: WorkerConfig, shape: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, max_blocks: int, device: torch.device
+    ) -> None:
         import triton
 
         import pagecast_kernels
@@ -43,6 +49,8 @@ class Precompilation:
             "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
             "ranks": config.tensor_parallel_size,
+            "quantization": config.quantization, "scheme": None if scheme is None else dataclasses.asdict(scheme),
+            "kv_cache_dtype": config.kv_cache_dtype,
             "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
         }  # fmt: skip
         sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
@@ -75,13 +83,13 @@ class Precompilation:
 
 
 def start_precompilation(
-    config: WorkerConfig, shape: ModelConfig, dtype: torch.dtype, max_blocks: int, device: torch.device
+    config: WorkerConfig, shape: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, max_blocks: int, device: torch.device
 ) -> Precompilation | None:
-    """None where there is nothing to compile for, or where it cannot be started."""
+    """scheme: how the checkpoint is quantized. None where there is nothing to compile for, or where it cannot be started."""
     if device.type != "cuda":
         return None
     try:
-        return Precompilation(config, shape, dtype, max_blocks, device)
+        return Precompilation(config, shape, scheme, dtype, max_blocks, device)
     except (OSError, RuntimeError, AttributeError) as error:
         _log.warning("kernels are not compiled ahead", error=type(error).__name__)
         return None
@@ -139,6 +147,21 @@ def _variant(arg: Any, parameter: Any) -> object:
     return arg == 1, arg % 16 == 0
 
 
+def _quantize(model: "Decoder", request: dict[str, Any]) -> torch.dtype:
+    """Puts quantized weights and scales of the cache where the worker will have them. Returns the cache's type."""
+    from pagecast_worker.loading.products import empty_weight, products_of
+
+    scheme = None if request["scheme"] is None else msgspec.convert(request["scheme"], Scheme)
+    if request["quantization"] is not None or scheme is not None:
+        for product in [product for layer in model.layers for product in products_of(layer)]:
+            product.layer.weight = empty_weight(product, request["quantization"], scheme)
+    if request["kv_cache_dtype"] != "fp8":
+        return model.dtype
+    for layer in model.layers:
+        layer.attention.kv_scales = dict.fromkeys(("k_scale", "v_scale"), torch.empty(model.num_kv_heads, device=model.device))
+    return torch.float8_e4m3fn
+
+
 @torch.inference_mode()
 def launch_all(request: dict[str, Any]) -> None:
     """Every launch that the start of a worker makes, on tensors without memory."""
@@ -159,7 +182,8 @@ def launch_all(request: dict[str, Any]) -> None:
     state = BatchState(config.max_num_seqs, request["max_blocks"], device)
     ranks = Ranks(0, request["ranks"], Mute())
     model = Decoder(shape, architecture(shape.architecture).names, ranks, device, dtype, 64)
-    cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, dtype)
+    kv_dtype = _quantize(model, request)
+    cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, kv_dtype)
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     rules = TokenRules(config.max_num_seqs, shape.vocab_size, device)
     worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops, rules=rules)

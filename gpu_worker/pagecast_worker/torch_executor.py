@@ -92,7 +92,7 @@ class TorchExecutor:
         self.dtype = self.backend.dtype
         self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         max_blocks = -(-self.max_model_len // config.block_size)
-        ahead = start_precompilation(config, shape, self.dtype, max_blocks, self.device)
+        ahead = start_precompilation(config, shape, checkpoint.scheme, self.dtype, max_blocks, self.device)
         try:
             loaded = load_model(config, checkpoint, ranks, self.device, self.dtype, report)
             self.model: Decoder = loaded.model

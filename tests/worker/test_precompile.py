@@ -24,13 +24,20 @@ print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
 """
 
 
-@pytest.mark.parametrize(("head_dim", "ranks", "prefill"), [(32, 1, "_paged_prefill"), (128, 2, "_paged_prefill_hopper")])
-def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, prefill):
+@pytest.mark.parametrize(
+    ("head_dim", "ranks", "quantization", "own"),
+    [
+        (32, 1, None, {"_paged_prefill", "_gemv"}), (128, 2, None, {"_paged_prefill_hopper", "_gemv"}),
+        (32, 1, "int4", {"_paged_prefill", "_packed_product", "_gemv"}),
+        (32, 1, "fp8", {"_paged_prefill", "_scaled_product", "_quantize_rows", "_gemv"}),
+    ],
+)
+def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quantization, own):
     shape = RandomWeights(write_config(tmp_path / "shape", head_dim=head_dim), torch.device("cpu")).config
     request = {
         "shape": dataclasses.asdict(shape) | {"num_layers": 1}, "dtype": "bfloat16",
         "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
-        "ranks": ranks,
+        "ranks": ranks, "quantization": quantization, "scheme": None, "kv_cache_dtype": "fp8" if quantization else "auto",
     }
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     names: set[str] = set()
@@ -40,8 +47,8 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, pref
         assert done.returncode == 0, done.stderr[-2000:]
         names |= set(json.loads(done.stdout))
     assert names == {
-        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_gemv", "_narrow", "_paged_decode",
-        prefill, "_rms_norm", "_rope_and_write_kv", "_whole_row",
+        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_narrow", "_paged_decode",
+        "_rms_norm", "_rope_and_write_kv", "_whole_row",
         "_adjust_logits", "_forbid_tokens", "_note_tokens", "_top_logprobs",
-    }
+    } - ({"_gate_mul"} if quantization else set()) | own
     assert list((tmp_path / "cache").glob("*/*.cubin"))

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.layers.quantized import takes
 from pagecast_worker.models.config import Activation
 
 
@@ -19,5 +20,8 @@ class FeedForward:
 
     def forward(self, ops: Any, x: Tensor) -> Tensor:
         """x[T, H] normed -> [T, H], this rank's summand."""
+        rows = takes(self.down.weight)
+        if rows is not None and self.activation == "silu":
+            return self.down.forward(ops, ops.linear_silu_mul_rows(x, self.gate_up.weight, self.gate_up.bias, rows))
         gated = self.gate_up.forward_gelu_mul if self.activation == "gelu_tanh" else self.gate_up.forward_silu_mul
         return self.down.forward(ops, gated(ops, x))

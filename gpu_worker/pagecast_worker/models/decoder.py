@@ -13,6 +13,7 @@ from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.layers.quantized import Rows, takes
 from pagecast_worker.layers.rotary import cos_sin_table
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.models import one_row, sources
@@ -31,6 +32,13 @@ class Layer:
     feed_forward: FeedForward | Experts
     post_attention_norm: Tensor | None = None
     post_feed_forward_norm: Tensor | None = None
+
+
+def activations(block: Attention | FeedForward | Experts) -> torch.dtype | None:
+    """The 8-bit type in which a block takes its input, if it does."""
+    if isinstance(block, Attention):
+        return takes(block.qkv.weight)
+    return takes(block.gate_up.weight) if isinstance(block, FeedForward) else None
 
 
 class Decoder:
@@ -147,18 +155,30 @@ class Decoder:
         residual = self.embedding.forward(ops, step.token_ids)
         if self._embedding_scale != 1.0:
             residual.mul_(self._embedding_scale)
-        x = ops.rms_norm(residual, self.layers[0].attention_norm, eps)
+        first = self.layers[0]
+        rows = activations(first.attention)
+        x = ops.rms_norm_rows(residual, first.attention_norm, eps, rows) if rows else ops.rms_norm(residual, first.attention_norm, eps)
         for index, layer in enumerate(self.layers):
+            following = self.layers[index + 1] if index + 1 < len(self.layers) else None
             x = layer.attention.forward(ops, x, step, *caches[index])
-            x = self._add(ops, x, layer.post_attention_norm, residual, layer.feed_forward_norm)
+            x = self._add(ops, x, layer.post_attention_norm, residual, layer.feed_forward_norm, activations(layer.feed_forward))
             x = layer.feed_forward.forward(ops, x)
-            following = self.layers[index + 1].attention_norm if index + 1 < len(self.layers) else self.norm
-            x = self._add(ops, x, layer.post_feed_forward_norm, residual, following)
+            norm = self.norm if following is None else following.attention_norm
+            rows = None if following is None else activations(following.attention)
+            x = self._add(ops, x, layer.post_feed_forward_norm, residual, norm, rows)
         return x
 
-    def _add(self, ops: Any, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor) -> Tensor:
-        """A block's summand x [T, H] into the residual, by its own norm where it has one; the sum normed for the next block."""
+    def _add(
+        self, ops: Any, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor, rows: torch.dtype | None
+    ) -> Tensor | Rows:
+        """A block's summand x [T, H] into the residual, by its own norm where it has one; the sum normed for the next block.
+
+        rows: the 8-bit type in which the next block takes its input, if it does.
+        """
         eps = self.config.rms_norm_eps
+        if rows is not None:
+            summand = self.ranks.all_reduce(x) if own_norm is None else ops.rms_norm(self.ranks.all_reduce(x), own_norm, eps)
+            return ops.add_rms_norm_rows(summand, residual, next_norm, eps, rows)  # type: ignore[no-any-return]
         if own_norm is None:
             return self.ranks.add_rms_norm(ops, x, residual, next_norm, eps)
         return ops.add_rms_norm(ops.rms_norm(self.ranks.all_reduce(x), own_norm, eps), residual, next_norm, eps)  # type: ignore[no-any-return]
