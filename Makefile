@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 SOAK ?= --seeds 100000
 
-.PHONY: help setup demo test lint types imports protos unit soak load chaos bench clean
+.PHONY: help setup demo test lint types imports protos unit soak load mesh chaos bench clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,6 +51,9 @@ soak: setup  ## the whole scheduler simulated from 100,000 seeds, with faults an
 
 load: setup  ## rising load on a running cluster; LOAD="..." passes options on
 	$(BIN)/pagecast bench serve $(LOAD)
+
+mesh: setup  ## a minute of pings through a quiet prefill, frozen proxies, drains under Envoy, floods: what takes too long for `make test`
+	$(BIN)/python -m pytest -m mesh --durations=10
 
 chaos: setup  ## real processes killed while they stream, and what must survive it
 	$(BIN)/python -m pytest tests/e2e tests/chaos -k "kill or surviv or outliv or death or heal or dead"
