@@ -106,22 +106,23 @@ def poisson_asks(prompts: list[str], outputs: list[int], rate: float | None, see
     return [Ask(prompt, count, float(at)) for prompt, count, at in zip(prompts, outputs, np.cumsum(gaps), strict=True)]
 
 
-async def run_load(target: Target, asks: list[Ask]) -> tuple[list[Timeline], float]:
-    """Sends every ask at its time. Returns a timeline each and the seconds until the last ended."""
-    start = time.perf_counter()
+async def run_load(target: Target, asks: list[Ask], start: float | None = None) -> tuple[list[Timeline], float]:
+    """Sends every ask at its time after `start`, seconds of the monotonic clock (None: now). Returns a timeline each and the seconds
+    until the last ended."""
+    start = time.monotonic() if start is None else start
 
     async def one(ask: Ask) -> Timeline:
         line = Timeline(ask.arrival)
-        await asyncio.sleep(max(0.0, ask.arrival - (time.perf_counter() - start)))
+        await asyncio.sleep(max(0.0, ask.arrival - (time.monotonic() - start)))
         try:
             async for count in target.stream(ask):
-                line.marks.append((time.perf_counter() - start, count))
+                line.marks.append((time.monotonic() - start, count))
         except Exception as error:
             line.error = type(error).__name__
         return line
 
     lines = await asyncio.gather(*(one(ask) for ask in asks))
-    return list(lines), time.perf_counter() - start
+    return list(lines), time.monotonic() - start
 
 
 def summarize(lines: list[Timeline], seconds: float, ttft_limit_ms: float | None, tpot_limit_ms: float | None) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """`pagecast bench serve`: latency and throughput of a server over real gRPC, or of any OpenAI-compatible peer, under load."""
 
 import argparse
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pagecast.bench import load, results
+from pagecast.bench.load_process import Generators
 
 WORDS = ["time", "river", "stone", "light", "paper", "green", "house", "window", "summer", "night", "water", "music", "story", "letter"]
 
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-tokens", type=int, default=256, help="mean prompt length, in words of about one token")
     parser.add_argument("--output-tokens", type=int, default=192, help="mean output length")
     parser.add_argument("--range-ratio", type=float, default=0.6, help="lengths are uniform within mean x (1 +- ratio)")
+    parser.add_argument("--clients", type=int, default=2, metavar="N", help="processes that ask: the client is not to be what is measured")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--ttft-limit-ms", type=float, help="goodput counts requests within this")
     parser.add_argument("--tpot-limit-ms", type=float, help="and this")
@@ -41,13 +42,13 @@ def make_asks(args: argparse.Namespace, rate: float | None, repetition: int) -> 
     return load.poisson_asks(prompts, lengths(args.output_tokens), rate, repetition)
 
 
-async def measure(args: argparse.Namespace, targets: dict[str, load.Target], rate: float | None) -> dict[str, dict[str, Any]]:
+def measure(args: argparse.Namespace, targets: dict[str, Generators], rate: float | None) -> dict[str, dict[str, Any]]:
     """Alternates the targets; returns per target the summary of the repetition with the median throughput."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in targets}
     for repetition in range(args.repetitions):
         asks = make_asks(args, rate, repetition)
         for name, target in targets.items():
-            lines, seconds = await load.run_load(target, asks)
+            lines, seconds = target.run(asks)
             summary = load.summarize(lines, seconds, args.ttft_limit_ms, args.tpot_limit_ms)
             if summary["failed"]:
                 kinds = sorted({line.error for line in lines if line.error})
@@ -58,19 +59,19 @@ async def measure(args: argparse.Namespace, targets: dict[str, load.Target], rat
     return {name: sorted(found, key=lambda run: run["out_tok_s"])[len(found) // 2] for name, found in runs.items()}
 
 
-async def measure_all(args: argparse.Namespace) -> list[tuple[float | None, dict[str, dict[str, Any]]]]:
-    targets: dict[str, load.Target] = {}
+def measure_all(args: argparse.Namespace) -> list[tuple[float | None, dict[str, dict[str, Any]]]]:
+    targets: dict[str, Generators] = {}
     if not args.peer_only:
-        targets["pagecast"] = load.GrpcTarget(args.target)
+        targets["pagecast"] = Generators("grpc", args.target, args.clients)
     if args.peer_url:
-        targets["peer"] = load.OpenAITarget(args.peer_url)
+        targets["peer"] = Generators("openai", args.peer_url, args.clients)
     try:
         for target in targets.values():  # connections, caches and lazy imports are not what is measured
-            await load.run_load(target, make_asks(args, None, 999)[:4])
-        return [(rate, await measure(args, targets, rate)) for rate in args.rate or [None]]
+            target.run(make_asks(args, None, 999)[: 2 * args.clients])
+        return [(rate, measure(args, targets, rate)) for rate in args.rate or [None]]
     finally:
         for target in targets.values():
-            await target.close()
+            target.close()
 
 
 def metrics_of(name: str, points: list[tuple[float | None, dict[str, dict[str, Any]]]]) -> dict[str, float]:
@@ -107,7 +108,7 @@ def plot(path: str, points: list[tuple[float | None, dict[str, dict[str, Any]]]]
 
 
 def run(args: argparse.Namespace) -> int:
-    points = asyncio.run(measure_all(args))
+    points = measure_all(args)
     details = {"points": [{"rate": rate, "engines": row} for rate, row in points]}
     path = results.write(args.json, f"serve-{args.name}", metrics_of(args.name, points), details)
     if args.plot:
