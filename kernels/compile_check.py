@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from pagecast_kernels import (
+    all_reduce,
     configs,
     decode,
     decode_flat,
@@ -125,6 +126,19 @@ def hopper_variants() -> Iterator[Variant]:
         q, cache = torch.zeros((2, 8, 128), dtype=torch.bfloat16), torch.zeros((4, kv_heads, size, 128), dtype=torch.bfloat16)
         args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(3), _ints(2), 0.1, 64, q, configs.HOPPER_PREFILL)
         yield f"paged_prefill hopper g{8 // kv_heads} page{size}", lambda args=args: prefill_hopper.launch(*args)
+
+
+def all_reduce_variants() -> Iterator[Variant]:
+    """Sums over two to eight GPUs, alone and with what follows."""
+    for ranks in (2, 3, 4, 8):
+        peers = all_reduce.peers_over([0] * ranks, 0, 8192, 1024, "cpu")
+        for tokens in (1, 256):
+            x = torch.zeros((tokens, 8192), dtype=torch.bfloat16)
+            yield f"all_reduce n{ranks} m{tokens}", lambda p=peers, x=x: all_reduce.all_reduce(x, p)
+            if ranks != 3:
+                yield f"all_reduce two shots n{ranks} m{tokens}", lambda p=peers, x=x: all_reduce.all_reduce(x, p, two_shots=True)
+        yield f"all_reduce residual n{ranks}", lambda p=peers, x=x: all_reduce.all_reduce(x, p, x.clone())
+        yield f"all_reduce_add_rms_norm n{ranks}", lambda p=peers, x=x: all_reduce.all_reduce_add_rms_norm(x, x.clone(), x[0], 1e-5, p)
 
 
 def quantized_variants() -> Iterator[Variant]:
@@ -265,7 +279,7 @@ def main() -> int:
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
     attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants()]
-    every = [*attention, *quantized_variants(), *other_variants(), *expert_variants()]
+    every = [*attention, *all_reduce_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
     for name, launch in every:
         if args.only not in name:
             continue

@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -20,10 +21,13 @@ import torch.distributed as dist
 from pagecast_wire.plan import GroupFormed
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
+from pagecast_worker.parallel import ByTorch, Ranks
 
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=5)
 """How long a rank waits for another in a collective before it gives up: far above any difference between ranks that are alive."""
 
+_NO_MULTICAST: Final = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""NVLink multicast is state of the switches, which outlives a process that dies at the wrong moment and is shared by a host's users."""
 _MEET_TIMEOUT: Final = timedelta(minutes=2)
 _LOOK_S: Final = 0.05
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
@@ -41,11 +45,12 @@ class Meeting(Protocol):
 
 
 class Group:
-    """This rank's membership from `meet` on. is_device: collectives run on the device's own stream, so that graphs can hold them."""
+    """This rank's membership from `meet` on. is_device: collectives run on the device's own stream, so that graphs can hold them.
+    is_one_host: no rank is on another host."""
 
     def __init__(self, config: WorkerConfig, device: torch.device, meeting: Meeting) -> None:
         self._config, self._device, self._meeting = config, device, meeting
-        self.is_device = False
+        self.is_device = self.is_one_host = False
 
     def meet(self, model_digest: str) -> None:
         """Find the other ranks and open the process group. Raises LoadError, Stopped."""
@@ -57,7 +62,9 @@ class Group:
         self._store_of_group = dist.PrefixStore(formed.group, store or self._store(*_parted(formed.address), None))
         devices = [self._told(f"device/{rank}", _identity(self._device), rank) for rank in range(config.tensor_parallel_size)]
         self.is_device = self._device.type == "cuda" and len(set(devices)) == len(devices)
+        self.is_one_host = len({device.partition("/")[0] for device in devices}) == 1
         backend = "nccl" if self.is_device else "gloo"
+        os.environ.update(_NO_MULTICAST)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, ("=" if variable.startswith("NCCL") else "") + _interface_of(host))
         dist.init_process_group(
@@ -65,6 +72,15 @@ class Group:
             device_id=self._device if self.is_device else None,
         )
         _log.info("group opened", backend=backend, rank=config.rank, size=config.tensor_parallel_size, address=formed.address)
+
+    def ranks(self, hidden: int, dtype: torch.dtype) -> Ranks:
+        """This rank and its collectives. hidden: elements of a row of hidden states; dtype: of what is summed."""
+        ranks = Ranks(self._config.rank, self._config.tensor_parallel_size, ByTorch(self._device))
+        if not (self.is_device and self.is_one_host):
+            return ranks
+        from pagecast_worker.peer_memory import device_collectives
+
+        return replace(ranks, collectives=device_collectives(ranks, self._device, hidden, dtype))
 
     def agreed(self, name: str, choose: Callable[[], str]) -> str:
         """What rank 0 chooses, on every rank."""
@@ -111,8 +127,10 @@ def _parted(address: str) -> tuple[str, int]:
 
 
 def _identity(device: torch.device) -> str:
-    """Tells devices apart, over hosts too. Every CPU is the same."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    """Host and device, so that either can be told apart. Every CPU of a host is the same device."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        host = file.read().strip()
+    return f"{host}/{torch.cuda.get_device_properties(device).uuid if device.type == 'cuda' else 'cpu'}"
 
 
 def _interface_of(host: str) -> str:

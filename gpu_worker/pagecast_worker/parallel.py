@@ -43,6 +43,9 @@ class Collectives(Protocol):
     def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """ops.add_rms_norm of the sum of x over ranks."""
 
+    def add(self, ops: Any, x: Tensor, residual: Tensor) -> None:
+        """residual += the sum of x over ranks, in place."""
+
     def all_gather(self, tensor: Tensor, size: int) -> Tensor:
         """[..] on each of `size` ranks -> [size, ..]."""
 
@@ -63,6 +66,9 @@ class ByTorch:
     def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.add_rms_norm(self.all_reduce(x), residual, weight, eps)  # type: ignore[no-any-return]
 
+    def add(self, ops: Any, x: Tensor, residual: Tensor) -> None:
+        residual.add_(self.all_reduce(x))
+
     def all_gather(self, tensor: Tensor, size: int) -> Tensor:
         if tensor.is_cuda and dist.get_backend() == "gloo":
             return self.all_gather(tensor.cpu(), size).to(tensor.device)
@@ -82,6 +88,9 @@ class Mute:
 
     def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+    def add(self, ops: Any, x: Tensor, residual: Tensor) -> None:
+        residual.add_(x)
 
     def all_gather(self, tensor: Tensor, size: int) -> Tensor:
         return tensor.unsqueeze(0).expand(size, *tensor.shape)
@@ -137,6 +146,10 @@ class Ranks:
         if self.size == 1:
             return ops.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
         return self.collectives.add_rms_norm(ops, x, residual, weight, eps)
+
+    def add(self, ops: Any, x: Tensor, residual: Tensor) -> None:
+        """residual += the sum of x over ranks, in place."""
+        self.collectives.add(ops, x, residual)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Ranks' tensors [B, n] of equal shape joined to [B, size · n] in the order of ranks."""

@@ -30,7 +30,7 @@ from pagecast_worker.loading.load import check_split, load_model, max_model_len,
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.decoder import Decoder
-from pagecast_worker.parallel import ByTorch, Ranks
+from pagecast_worker.parallel import Ranks
 from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.results import Arrays, Kept, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
@@ -84,8 +84,7 @@ class TorchExecutor:
         checkpoint = open_checkpoint(config, self.device)
         shape = checkpoint.config
         self.max_model_len = max_model_len(config, shape)
-        ranks = Ranks(config.rank, config.tensor_parallel_size, ByTorch(self.device))
-        check_split(shape, ranks)
+        check_split(shape, Ranks(config.rank, config.tensor_parallel_size))
         if self._group is not None:
             self._group.meet(checkpoint.identity())
         self.backend = Backend(config, self.device, shape, self._group)
@@ -94,6 +93,7 @@ class TorchExecutor:
         max_blocks = -(-self.max_model_len // config.block_size)
         ahead = start_precompilation(config, shape, checkpoint.scheme, self.dtype, max_blocks, self.device)
         try:
+            ranks = self._group.ranks(shape.hidden_size, self.dtype) if self._group is not None else Ranks()
             loaded = load_model(config, checkpoint, ranks, self.device, self.dtype, report)
             self.model: Decoder = loaded.model
             self.backend.prepare(self.model)

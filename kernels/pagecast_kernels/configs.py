@@ -167,3 +167,27 @@ def lanes_for(sequences: int) -> int:
 
 def log2_ceil(n: int) -> int:
     return max(math.ceil(math.log2(n)), 0)
+
+
+def all_reduce_tile(count: int) -> int:
+    """Elements of a program of all_reduce: small messages are spread over many programs, large ones read in long runs."""
+    return 1024 if count <= 1 << 16 else 4096
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Bytes up to which a sum over ranks goes in one shot, from there in two, and beyond both through NCCL. fused_rows: rows up to
+    which the residual sum and the norm are done in the same launch."""
+
+    one_shot: int
+    two_shots: int
+    fused_rows: int
+
+
+def all_reduce(ranks: int) -> AllReduce:
+    """For so many GPUs of one host, each linked to every other."""
+    if ranks == 2:
+        return AllReduce(one_shot=1 << 20, two_shots=0, fused_rows=64)
+    if ranks in (4, 8):
+        return AllReduce(one_shot=256 << 10, two_shots=4 << 20, fused_rows=32 if ranks == 4 else 16)
+    return AllReduce(one_shot=256 << 10, two_shots=0, fused_rows=16)
