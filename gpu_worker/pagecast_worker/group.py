@@ -26,7 +26,7 @@ from pagecast_worker.parallel import ByTorch, Ranks
 COLLECTIVE_TIMEOUT: Final = timedelta(minutes=5)
 """How long a rank waits for another in a collective before it gives up: far above any difference between ranks that are alive."""
 
-_NO_MULTICAST: Final = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+NO_MULTICAST: Final = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """NVLink multicast is state of the switches, which outlives a process that dies at the wrong moment and is shared by a host's users."""
 _MEET_TIMEOUT: Final = timedelta(minutes=2)
 _LOOK_S: Final = 0.05
@@ -64,7 +64,7 @@ class Group:
         self.is_device = self._device.type == "cuda" and len(set(devices)) == len(devices)
         self.is_one_host = len({device.partition("/")[0] for device in devices}) == 1
         backend = "nccl" if self.is_device else "gloo"
-        os.environ.update(_NO_MULTICAST)
+        os.environ.update(NO_MULTICAST)
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, ("=" if variable.startswith("NCCL") else "") + _interface_of(host))
         dist.init_process_group(

@@ -43,29 +43,30 @@ def _reachable(ranks: Ranks) -> bool:
 class PeerMemory(ByTorch):
     """NCCL's collectives, but small sums by kernels of our own. Calls come in the same order on every rank, on one stream."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
-        """Raises RuntimeError where memory cannot be shared."""
+    def __init__(
+        self, ranks: Ranks, device: torch.device, hidden: int, dtype: torch.dtype, limits: configs.AllReduce | None = None
+    ) -> None:
+        """Raises RuntimeError where memory cannot be shared. limits: in place of the measured ones."""
         super().__init__(device)
         self._dtype = dtype
-        self._limits = configs.all_reduce(ranks.size)
-        self._flat = _share(ranks, device, TILE, MAX_PROGRAMS, dtype)
-        self._rows = _share(ranks, device, -(-hidden // 8) * 8, self._limits.fused_rows, dtype)
+        self._limits = limits or configs.all_reduce(ranks.size)
+        self.flat = _share(ranks, device, TILE, MAX_PROGRAMS, dtype)
+        self.rows = _share(ranks, device, -(-hidden // 8) * 8, self._limits.fused_rows, dtype)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if not self._is_small(tensor):
             return super().all_reduce(tensor)
-        return all_reduce(tensor, self._flat, two_shots=tensor.nbytes > self._limits.one_shot)
+        return all_reduce(tensor, self.flat, two_shots=tensor.nbytes > self._limits.one_shot)
 
     def add(self, ops: Any, x: Tensor, residual: Tensor) -> None:
         if self._is_small(x) and residual.is_contiguous():
-            all_reduce(x, self._flat, residual, two_shots=x.nbytes > self._limits.one_shot)
+            all_reduce(x, self.flat, residual, two_shots=x.nbytes > self._limits.one_shot)
         else:
             super().add(ops, x, residual)
 
     def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, width = x.shape
-        if self._is_small(x) and rows <= self._rows.places and width <= self._rows.width:
-            return all_reduce_add_rms_norm(x, residual, weight, eps, self._rows, out=x)
+        if self._is_small(x) and x.shape[0] <= self.rows.places and x.shape[1] <= self.rows.width:
+            return all_reduce_add_rms_norm(x, residual, weight, eps, self.rows, out=x)
         return super().add_rms_norm(ops, x, residual, weight, eps)
 
     def _is_small(self, tensor: Tensor) -> bool:

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def suits(model: "Decoder") -> bool:
-    """Whether these kernels can take a model: one rank, plain weights, rows in whole 16-byte words."""
+    """Whether these kernels can take a model: plain weights, rows in whole 16-byte words; no mixture over several ranks."""
     config = model.config
     if config.latent is not None:
         return False
-    if model.ranks.size > 1 or config.post_norms or config.activation != "silu" or config.embedding_scale != 1.0:
+    if model.ranks.size > 1 and any(isinstance(layer.feed_forward, Experts) for layer in model.layers):
+        return False
+    if config.post_norms or config.activation != "silu" or config.embedding_scale != 1.0:
         return False
     products = [p for layer in model.layers for p in (layer.attention.qkv, layer.attention.output)]
     for layer in model.layers:
@@ -38,6 +40,14 @@ def _experts(ops: Any, block: Experts, x: Tensor, residual: Tensor) -> None:
     block.add(ops, x, residual)
 
 
+def _add(model: "Decoder", ops: Any, x: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """residual += x · weightᵀ, the sum over ranks where there are several."""
+    if model.ranks.size == 1:
+        ops.linear_add(x, weight, residual)
+    else:
+        model.ranks.add(ops, ops.linear(x, weight), residual)
+
+
 def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Hidden state [1, H] after the last norm; see Decoder.forward."""
     eps = model.config.rms_norm_eps
@@ -46,10 +56,10 @@ def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Ten
         attention, feed_forward = layer.attention, layer.feed_forward
         qkv = ops.norm_linear(residual, layer.attention_norm, eps, attention.qkv.weight, attention.qkv.bias)
         attended = attention.attend(ops, qkv, step, k_cache, v_cache)
-        ops.linear_add(attended, attention.output.weight, residual)
+        _add(model, ops, attended, attention.output.weight, residual)
         if isinstance(feed_forward, Experts):
             _experts(ops, feed_forward, ops.rms_norm(residual, layer.feed_forward_norm, eps), residual)
             continue
         inner = ops.norm_linear_silu_mul(residual, layer.feed_forward_norm, eps, feed_forward.gate_up.weight)
-        ops.linear_add(inner, feed_forward.down.weight, residual)
+        _add(model, ops, inner, feed_forward.down.weight, residual)
     return ops.rms_norm(residual, model.norm, eps)  # type: ignore[no-any-return]
