@@ -28,6 +28,7 @@ class EngineOptions:
     max_model_len: int | None = None
     defaults: bool = False  # a peer at its own defaults: only memory share and the model are given
     extra: tuple[str, ...] = ()  # further serve options of ours, as NAME=VALUE
+    tensor_parallel_size: int = 1
 
 
 def shifted(name: str, repetition: int, vocab_size: int, limit: int | None = None) -> list[tuple[list[int], int]]:
@@ -56,10 +57,13 @@ class Pagecast:
         from pagecast.llm import LLM
 
         self._folder = tempfile.TemporaryDirectory(prefix="pagecast-bench-")
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"tensor_parallel_size": options.tensor_parallel_size}
         for item in options.extra:
             key, _, value = item.partition("=")
-            settings[key.replace("-", "_")] = json.loads(value) if value[:1] in "0123456789tf-[" else value
+            try:
+                settings[key.replace("-", "_")] = json.loads(value)
+            except ValueError:
+                settings[key.replace("-", "_")] = value  # a name, such as a dtype's
         if options.shape in model_shapes.SHAPES:
             settings["random_weights"] = model_shapes.write(options.shape, self._folder.name)
             self.vocab_size = int(str(model_shapes.SHAPES[options.shape]["vocab_size"]))
@@ -98,6 +102,7 @@ class Peer:
             "folder": model_shapes.write(options.shape, self._folder.name), "vocab_size": model_shapes.SHAPES[options.shape]["vocab_size"],
             "max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_num_batched_tokens,
             "memory_share": options.memory_share, "max_model_len": options.max_model_len, "defaults": options.defaults,
+            "tensor_parallel_size": options.tensor_parallel_size,
         }
         down_read, down_write = os.pipe()
         up_read, up_write = os.pipe()

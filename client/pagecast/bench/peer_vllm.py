@@ -15,7 +15,7 @@ def start(settings: dict[str, Any]) -> Run:
         given["max_model_len"] = settings["max_model_len"]
     engine = LLM(
         model=settings["folder"], load_format="dummy", skip_tokenizer_init=True, gpu_memory_utilization=settings["memory_share"],
-        enable_prefix_caching=True, disable_log_stats=True, **given,
+        enable_prefix_caching=True, disable_log_stats=True, tensor_parallel_size=settings["tensor_parallel_size"], **given,
     )
 
     def run(prompts: list[list[int]], counts: list[int]) -> int:

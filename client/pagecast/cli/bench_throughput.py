@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+from collections.abc import Callable
 
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import Engine, EngineOptions, Pagecast, Peer
@@ -22,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each engine; a peer is resident too")
     parser.add_argument("--peer", choices=("vllm", "transformers"), help="measure this engine too, alternating with ours")
     parser.add_argument("--peer-defaults", action="store_true", help="the peer at its own defaults")
+    parser.add_argument("--in-turn", action="store_true", help="the peer after ours has ended: where memory does not hold both")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine")
     parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further serve option of ours")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
@@ -59,37 +62,44 @@ def run(args: argparse.Namespace) -> int:
         print("note: fewer than three repetitions; the median is not to be published")
     options = EngineOptions(
         args.random_weights, args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.max_model_len,
-        args.peer_defaults, tuple(args.set),
+        args.peer_defaults, tuple(args.set), args.tensor_parallel_size,
     )
     chosen = args.workload or ["chat"]
-    engines: list[Engine] = []
-    table: dict[str, dict[str, dict[str, float]]] = {}
-    try:
-        if not args.peer_only:
-            engines.append(Pagecast(options))
-        if args.peer:
-            engines.append(Peer(args.peer, options, args.json))
-        progress = Progress(len(chosen) * len(engines) * (args.warmup + args.repetitions))
-        for workload in chosen:
-            table[workload] = measure(engines, workload, args, progress)
-        progress.close()
-    finally:
-        for engine in engines:
-            engine.close()
+    makers: list[Callable[[], Engine]] = [] if args.peer_only else [lambda: Pagecast(options)]
+    if args.peer:
+        makers.append(lambda: Peer(args.peer, options, args.json))
+    table: dict[str, dict[str, dict[str, float]]] = {workload: {} for workload in chosen}
+    progress = Progress(len(chosen) * len(makers) * (args.warmup + args.repetitions))
+    for together in [[maker] for maker in makers] if args.in_turn else [makers]:
+        engines: list[Engine] = []
+        try:
+            engines += [maker() for maker in together]
+            for workload in chosen:
+                table[workload] |= measure(engines, workload, args, progress)
+        finally:
+            for engine in engines:
+                engine.close()
+    progress.close()
     suffix = "-defaults" if args.peer_defaults else ""
     given = vars(options) | {"extra": list(options.extra)}
     details = {"workloads": table, "options": given}
-    path = results.write(args.json, f"throughput-{args.random_weights}{suffix}", metrics_of(args, table), details)
+    path = results.write(args.json, f"throughput-{shape_name(args)}{suffix}", metrics_of(args, table), details)
     show(table)
     print(f"written to {path}")
     return 0
 
 
+def shape_name(args: argparse.Namespace) -> str:
+    return str(args.random_weights) + (f"-tp{args.tensor_parallel_size}" if args.tensor_parallel_size > 1 else "")
+
+
 def metrics_of(args: argparse.Namespace, table: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
-    """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time."""
+    """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time.
+
+    Over several GPUs SHAPE ends in -tp and their number."""
     metrics: dict[str, float] = {}
     for load, row in table.items():
-        start = f"throughput.{args.random_weights}.{load}"
+        start = f"throughput.{shape_name(args)}.{load}"
         for engine, cells in row.items():
             name = f"{engine}-defaults" if args.peer_defaults and engine == args.peer else engine
             metrics |= {f"{start}.{name}.{key}": value for key, value in cells.items()}
