@@ -1,4 +1,4 @@
-"""On GPUs only: a split model gives one rank's tokens, over gloo where two ranks share a GPU, over NCCL and shared memory where each has one."""
+"""On GPUs: a split model gives one rank's tokens, over gloo where ranks share a GPU, over NCCL and shared memory where each has one."""
 
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,8 @@ OPTIONS = {"dtype": "float32", "num_blocks": 200, "max_num_seqs": 8, "max_num_ba
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shape whose weights are made up, the same for any number of ranks."""
     return write_config(
-        tmp_path_factory.mktemp("shape"), hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-        vocab_size=4000,
+        tmp_path_factory.mktemp("shape"), hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, vocab_size=4000,
     )
 
 
