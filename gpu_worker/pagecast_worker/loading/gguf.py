@@ -1,7 +1,8 @@
 """GGUF files: configuration from their metadata, tensors de-quantized one at a time.
 
-Knows two things that the format does not say aloud: tensors are named in llama.cpp's way, and the rows of q and k of a Llama are
-stored permuted, because llama.cpp rotates neighbouring pairs where Hugging Face rotates halves. Both are undone here.
+Knows three things that the format does not say aloud: tensors are named in llama.cpp's way; the rows of q and k of a Llama are
+stored permuted, because llama.cpp rotates neighbouring pairs where Hugging Face rotates halves; and Gemma's norms are stored with
+their 1 added. All three are undone here.
 """
 
 import hashlib
@@ -18,27 +19,18 @@ from torch import Tensor
 
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.checkpoint import check_shape, file_sample
-from pagecast_worker.models.config import ModelConfig, RopeScaling
+from pagecast_worker.loading.gguf_config import Metadata
+from pagecast_worker.models.architecture import LLAMA_NAMES
+from pagecast_worker.models.weights import Names
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-
-_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "rope_freqs.weight": "rope_freqs.weight",
-}
+_TOP = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_norm": "attention_norm", "ffn_norm": "feed_forward_norm", "post_attention_norm": "post_attention_norm",
+    "post_ffw_norm": "post_feed_forward_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
+    "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
 }
+"""llama.cpp's names of the parts of a model and of a layer (models.weights.Names); with .bias in place of .weight the part's bias."""
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufCheckpoint:
@@ -50,12 +42,20 @@ class GgufCheckpoint:
             self._reader = gguf.GGUFReader(path)
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise LoadError(f"{path}: not a readable GGUF file ({type(error).__name__})") from None
-        self._tensors = {huggingface_name(t.name): t for t in self._reader.tensors}
-        self.config = self._configuration()
+        metadata = self._metadata = Metadata(path, self._reader)
+        self._tensors = {huggingface_name(t.name, metadata.family.names): t for t in self._reader.tensors}
+        self._permuted = metadata.family.gguf == "llama"
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        kinds = {t.tensor_type.name for t in self._tensors.values()} - {"F32"}
+        self.config = metadata.configuration(
+            None if embedding is None else int(embedding.shape[1]), "lm_head.weight" not in self._tensors,
+            tuple(self._values(_ROPE_FACTORS).float().flatten().tolist()) if _ROPE_FACTORS in self._tensors else (),
+            "" if len(kinds - {"F16", "BF16"}) == 0 else "+".join(sorted(kinds)),
+        )
         self.scheme = None  # its tensors are de-quantized one by one
 
     def names(self) -> Iterable[str]:
-        return (name for name in self._tensors if name != "rope_freqs.weight")
+        return (name for name in self._tensors if name != _ROPE_FACTORS)
 
     def file_of(self, name: str) -> str:
         return str(self.path)
@@ -67,9 +67,10 @@ class GgufCheckpoint:
         value = self._values(name)
         check_shape(str(self.path), name, tuple(value.shape), shape)
         for part, heads in (("q_proj", self.config.num_heads), ("k_proj", self.config.num_kv_heads)):
-            if name.endswith(f"self_attn.{part}.weight"):
+            if self._permuted and name.endswith(f"self_attn.{part}.weight"):
                 return unpermute(value, heads)
-        return value
+        # Norms of 1 + weight are stored as that sum.
+        return value.float() - self.config.norm_offset if self.config.norm_offset and name.endswith("norm.weight") else value
 
     def raw(self, name: str) -> Tensor:
         return self._values(name)
@@ -95,69 +96,19 @@ class GgufCheckpoint:
 
     def metadata(self, key: str) -> Any:
         """The value of a metadata field. Raises LoadError where it is missing."""
-        return self._field(key)
-
-    def _field(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata field. Raises LoadError where it is missing and there is no default."""
-        field = self._reader.fields.get(key)
-        if field is None and default is None:
-            raise LoadError(f"{self.path}: field {key} is missing")
-        return default if field is None else field.contents()
-
-    def _configuration(self) -> ModelConfig:
-        name = self._field("general.architecture")
-        if name not in ARCHITECTURES:
-            raise LoadError(f"{self.path}: field general.architecture is {name!r}; known are {', '.join(ARCHITECTURES)}")
-        heads, hidden = int(self._field(f"{name}.attention.head_count")), int(self._field(f"{name}.embedding_length"))
-        head_dim = int(self._field(f"{name}.attention.key_length", hidden // heads))
-        if int(self._field(f"{name}.rope.dimension_count", head_dim)) != head_dim:
-            raise LoadError(f"{self.path}: field {name}.rope.dimension_count must be {head_dim}, the head size")
-        if int(self._field(f"{name}.expert_count", 0) or 0):
-            raise LoadError(f"{self.path}: field {name}.expert_count names experts, and only dense models are known")
-        embedding = self._tensors.get("model.embed_tokens.weight")
-        kinds = {t.tensor_type.name for t in self._tensors.values()} - {"F32"}
-        factors = self._values("rope_freqs.weight").float().flatten().tolist() if "rope_freqs.weight" in self._tensors else ()
-        return ModelConfig(
-            architecture=ARCHITECTURES[name],
-            vocab_size=int(embedding.shape[1]) if embedding is not None else int(self._field(f"{name}.vocab_size")),
-            hidden_size=hidden,
-            intermediate_size=int(self._field(f"{name}.feed_forward_length")),
-            num_layers=int(self._field(f"{name}.block_count")),
-            num_heads=heads,
-            num_kv_heads=int(self._field(f"{name}.attention.head_count_kv", heads)),
-            head_dim=head_dim,
-            max_position=int(self._field(f"{name}.context_length")),
-            rms_norm_eps=float(self._field(f"{name}.attention.layer_norm_rms_epsilon")),
-            rope_theta=float(self._field(f"{name}.rope.freq_base", 10000.0)),
-            tie_word_embeddings="lm_head.weight" not in self._tensors,
-            rope_scaling=self._rope_scaling(name),
-            rope_factors=tuple(factors),
-            eos_token_ids=self._eos_token_ids(),
-            quantization="" if len(kinds - {"F16", "BF16"}) == 0 else "+".join(sorted(kinds)),
-        )
-
-    def _rope_scaling(self, name: str) -> RopeScaling:
-        kind = self._field(f"{name}.rope.scaling.type", "none")
-        if kind == "linear":
-            return RopeScaling("linear", float(self._field(f"{name}.rope.scaling.factor")))
-        if kind != "none":
-            raise LoadError(f"{self.path}: field {name}.rope.scaling.type is {kind!r}; known are none and linear")
-        return RopeScaling()
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-        return tuple(sorted({int(self._field(key)) for key in keys if key in self._reader.fields}))
+        return self._metadata.whole(key)
 
 
-def huggingface_name(name: str) -> str:
-    """llama.cpp's tensor name in Hugging Face's words; unknown names stay as they are."""
+def huggingface_name(name: str, names: Names = LLAMA_NAMES) -> str:
+    """llama.cpp's tensor name in Hugging Face's words, by the family's table; unknown names stay as they are."""
     if name in _TOP:
-        return _TOP[name]
+        return str(names[_TOP[name]])
     block, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     stem, _, kind = rest.rpartition(".")
-    if block == "blk" and stem in _LAYER:
-        return f"model.layers.{index}.{_LAYER[stem]}.{kind}"
+    part = _LAYER.get(stem, "") + ("_bias" if kind == "bias" else "")
+    if block == "blk" and part in names and kind in ("weight", "bias"):
+        return f"{names['layer']}{names[part]}".format(i=index)
     return name
 
 
