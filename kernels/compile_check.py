@@ -100,9 +100,12 @@ def attention_variants() -> Iterator[Variant]:
         name = f"h{dim} g{heads // kv_heads} page{size} {str(dtype)[6:]} {options or ''}"
         args = (cache, cache, table, index)
         if decode_flat.suits(q, cache, int(options.get("window", 0))):
-            flat = functools.partial(decode_flat.paged_decode_flat, q, *args, _ints(2), 0.1, softcap=options.get("softcap", 0.0))
-            work = decode.decode_workspace(2, heads, kv_heads, dim, "cpu")
-            yield f"paged_decode_flat {name}", lambda flat=flat, work=work: flat(steps=decode_flat.StepTiles(2), workspace=work)
+            many = 2 if options else 64  # launches differ by how many sequences there are
+            for count in (1, 2 if kv_heads > 4 else 5, many):
+                flat = functools.partial(decode_flat.paged_decode, torch.zeros((count, heads, dim), dtype=dtype), cache, cache)
+                work = decode_flat.step_workspace(count, heads, kv_heads, dim, "cpu")
+                flat = functools.partial(flat, _ints(count, 64), _ints(count), _ints(count), 0.1, workspace=work)
+                yield f"paged_decode_flat x{count} {name}", functools.partial(flat, softcap=options.get("softcap", 0.0))
         yield f"paged_decode {name}", lambda q=q, args=args, o=options: decode.paged_decode(q, *args, _ints(2), 0.1, **o)
         yield (
             f"paged_prefill {name}",

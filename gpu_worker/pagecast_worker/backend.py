@@ -143,7 +143,7 @@ def _scratch(config: WorkerConfig, model: Decoder, device: torch.device) -> dict
         found["latent_decode"] = triton_ops.latent_workspace(rows, attention.num_heads, attention.shape.rank, device)
     else:
         heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
-        found["paged_decode"] = triton_ops.decode_workspace(rows, *heads, device)
+        found["paged_decode"] = triton_ops.step_workspace(rows, *heads, device)
     if experts is not None:
         found["mixture"] = triton_ops.experts_workspace(experts.count, device)
     return found

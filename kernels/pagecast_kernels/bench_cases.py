@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagecast_kernels import configs, decode, prefill, sampling
+from pagecast_kernels import configs, decode, decode_flat, prefill, sampling
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 ROTATE_BYTES = 256 << 20
@@ -51,9 +51,18 @@ class Attention:
     flops: int
 
     def decode(self, pool: Pool, config: configs.Decode | None = None, workspace: decode.DecodeWorkspace | None = None) -> list[Launch]:
-        """Launches of paged_decode."""
+        """Launches of what serving uses, the list of tiles being there already as it is for all layers but the first; with a config of
+        decode.paged_decode."""
         outs = [torch.empty_like(q) for q in self.q]
         work = workspace or decode.decode_workspace(len(self.lens), HEADS, KV_HEADS, DIM, pool.k.device)
+        if config is None:
+            steps = [decode_flat.StepWorkspace(work, decode_flat.StepTiles(len(self.lens))) for _ in self.tables]
+            return [
+                lambda q=q, t=t, out=out, step=step: decode_flat.paged_decode(
+                    q, pool.k, pool.v, t, self.rows, self.lens, DIM**-0.5, workspace=step, out=out
+                )
+                for q, t, out, step in zip(self.q, self.tables, outs, steps)
+            ]  # fmt: skip
         return [
             lambda q=q, t=t, out=out: decode.paged_decode(
                 q, pool.k, pool.v, t, self.rows, self.lens, DIM**-0.5, workspace=work, out=out, config=config

@@ -83,7 +83,11 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
 
 
 def decode_flat(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
-    """Launch of paged_decode_flat; the tile is the same for every batch."""
+    """Launch of decode_flat.paged_decode; the tile is the same for every batch."""
+    if batch * num_kv_heads <= 8:
+        return Decode(tile=64, warps=4, stages=4, programs=processors(device))
+    if batch * num_kv_heads <= 64:
+        return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
     return Decode(tile=64, warps=2, stages=2, programs=4 * processors(device))
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs
-from pagecast_kernels.decode import DecodeWorkspace, _combine, _owner
+from pagecast_kernels import configs, decode
+from pagecast_kernels.decode import DecodeWorkspace, _combine, _owner, decode_workspace
 
 _CHUNK = 32  # tiles that a program of `_list_tiles` writes at a time
 
@@ -252,21 +252,41 @@ class StepTiles:
         return self._list
 
 
-def paged_decode_flat(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
-    *, steps: StepTiles, workspace: DecodeWorkspace, softcap: float = 0.0, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """decode.paged_decode where `suits` holds; block_table, rows and seq_lens are the same tensors for all layers of a step."""
-    batch, num_heads, dim = q.shape
-    num_kv_heads, block_size = k_cache.shape[1:3]
-    out = torch.empty_like(q) if out is None else out
-    if not batch:
-        return out
-    config = configs.decode_flat(batch, num_kv_heads, num_heads // num_kv_heads, dim, q.device)
-    tiles = steps.of(block_table, rows, seq_lens, block_size, config.tile)
-    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace, out, config)
+@dataclass(frozen=True)
+class StepWorkspace:
+    """What decode launches of one stream share: scratch memory, and the list of the step's tiles."""
+
+    scratch: DecodeWorkspace
+    tiles: StepTiles
+
+
+def step_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> StepWorkspace:
+    """Workspace for at most max_seqs sequences; it may be made before a graph is captured and used inside it."""
+    return StepWorkspace(decode_workspace(max_seqs, num_heads, num_kv_heads, head_dim, device), StepTiles(max_seqs))
 
 
 def suits(q: Tensor, k_cache: Tensor, window: int = 0, k_scale: Tensor | None = None) -> bool:
-    """Whether this kernel takes the case: head sizes up to 128, no window, numbers of 16 or 32 bits."""
+    """Whether this kernel takes the case: head sizes up to 128, no window, no scaled bytes."""
     return q.shape[2] <= 128 and q.shape[1] // k_cache.shape[1] <= 16 and not window and k_scale is None
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
+    *, window: int = 0, softcap: float = 0.0, workspace: StepWorkspace, out: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See reference.paged_decode. block_table, rows and seq_lens are the same tensors for all layers of a step, and new ones in the
+    next. Cases that do not suit go the way of decode.paged_decode."""
+    out = torch.empty_like(q) if out is None else out
+    if not suits(q, k_cache, window, k_scale):
+        tables = (block_table, rows, seq_lens, scale)
+        return decode.paged_decode(
+            q, k_cache, v_cache, *tables, window=window, softcap=softcap, workspace=workspace.scratch, out=out, k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip
+    if not q.shape[0]:
+        return out
+    (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+    config = configs.decode_flat(batch, num_kv_heads, num_heads // num_kv_heads, dim, q.device)
+    tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
+    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config)

@@ -1,8 +1,7 @@
 """Every operator as a Triton launcher, under the names and signatures of `reference`. All may be captured in a CUDA graph:
 no launcher tunes, waits for the device, or allocates by value."""
 
-from pagecast_kernels.decode import DecodeWorkspace, decode_workspace, paged_decode
-from pagecast_kernels.decode_flat import StepTiles, paged_decode_flat
+from pagecast_kernels.decode_flat import StepWorkspace, paged_decode, step_workspace
 from pagecast_kernels.elementwise import copy_blocks, embedding, gelu_mul, silu_mul
 from pagecast_kernels.experts import experts_workspace, mixture
 from pagecast_kernels.latent import latent_decode, latent_prefill, latent_rope_and_write, latent_workspace
@@ -16,15 +15,13 @@ from pagecast_kernels.steps import finish_rows, gather_rows
 from pagecast_kernels.token_rules import adjust_logits, forbid_tokens, note_tokens
 
 __all__ = [
-    "DecodeWorkspace",
     "PrefixWorkspace",
     "SampleWorkspace",
     "SharedPrefixes",
-    "StepTiles",
+    "StepWorkspace",
     "add_rms_norm",
     "adjust_logits",
     "copy_blocks",
-    "decode_workspace",
     "embedding",
     "experts_workspace",
     "finish_rows",
@@ -39,7 +36,6 @@ __all__ = [
     "mixture",
     "note_tokens",
     "paged_decode",
-    "paged_decode_flat",
     "paged_decode_shared",
     "paged_prefill",
     "rms_norm",
@@ -47,5 +43,6 @@ __all__ = [
     "sample",
     "sample_workspace",
     "silu_mul",
+    "step_workspace",
     "top_logprobs",
 ]

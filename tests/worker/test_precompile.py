@@ -47,8 +47,8 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quan
         assert done.returncode == 0, done.stderr[-2000:]
         names |= set(json.loads(done.stdout))
     assert names == {
-        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_narrow", "_paged_decode",
-        "_rms_norm", "_rope_and_write_kv", "_whole_row",
+        "_bound", "_choose", "_copy_blocks", "_decode_flat", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_list_tiles",
+        "_narrow", "_rms_norm", "_rope_and_write_kv", "_whole_row",
         "_adjust_logits", "_forbid_tokens", "_note_tokens", "_top_logprobs",
     } - ({"_gate_mul"} if quantization else set()) | own
     assert list((tmp_path / "cache").glob("*/*.cubin"))
