@@ -11,6 +11,10 @@ from pagecast.bench.progress import Progress
 WORKLOADS = ("chat", "seed64", "decode", "prefill", "prefix", "uniform64", "single", "short")
 
 
+Table = dict[str, dict[str, dict[str, float]]]
+"""Workload to engine to figure."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-weights", metavar="SHAPE", default="smol135m", help=f"model shape: {', '.join(model_shapes.SHAPES)}")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given several times (default: chat)")
@@ -68,18 +72,13 @@ def run(args: argparse.Namespace) -> int:
     makers: list[Callable[[], Engine]] = [] if args.peer_only else [lambda: Pagecast(options)]
     if args.peer:
         makers.append(lambda: Peer(args.peer, options, args.json))
-    table: dict[str, dict[str, dict[str, float]]] = {workload: {} for workload in chosen}
-    progress = Progress(len(chosen) * len(makers) * (args.warmup + args.repetitions))
-    for together in [[maker] for maker in makers] if args.in_turn else [makers]:
-        engines: list[Engine] = []
-        try:
-            engines += [maker() for maker in together]
-            for workload in chosen:
-                table[workload] |= measure(engines, workload, args, progress)
-        finally:
-            for engine in engines:
-                engine.close()
-    progress.close()
+    table: Table = {workload: {} for workload in chosen}
+    try:
+        fill(table, makers, args)
+    except KeyboardInterrupt:  # a workload that every engine has finished stays
+        table = {workload: row for workload, row in table.items() if len(row) == len(makers)}
+        if not table:
+            raise
     suffix = "-defaults" if args.peer_defaults else ""
     given = vars(options) | {"extra": list(options.extra)}
     details = {"workloads": table, "options": given}
@@ -89,11 +88,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def fill(table: Table, makers: list[Callable[[], Engine]], args: argparse.Namespace) -> None:
+    """Measures every workload of `table` on every engine: together, or one engine after the other."""
+    progress = Progress(len(table) * len(makers) * (args.warmup + args.repetitions))
+    for together in [[maker] for maker in makers] if args.in_turn else [makers]:
+        engines: list[Engine] = []
+        try:
+            engines += [maker() for maker in together]
+            for workload in table:
+                table[workload] |= measure(engines, workload, args, progress)
+        finally:
+            for engine in engines:
+                engine.close()
+    progress.close()
+
+
 def shape_name(args: argparse.Namespace) -> str:
     return str(args.random_weights) + (f"-tp{args.tensor_parallel_size}" if args.tensor_parallel_size > 1 else "")
 
 
-def metrics_of(args: argparse.Namespace, table: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
+def metrics_of(args: argparse.Namespace, table: Table) -> dict[str, float]:
     """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time.
 
     Over several GPUs SHAPE ends in -tp and their number."""
@@ -108,7 +122,7 @@ def metrics_of(args: argparse.Namespace, table: dict[str, dict[str, dict[str, fl
     return metrics
 
 
-def show(table: dict[str, dict[str, dict[str, float]]]) -> None:
+def show(table: Table) -> None:
     """The result as a table on the terminal."""
     from rich.console import Console
     from rich.table import Table
