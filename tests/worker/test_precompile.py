@@ -27,9 +27,10 @@ print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
 @pytest.mark.parametrize(
     ("head_dim", "ranks", "quantization", "own"),
     [
-        (32, 1, None, {"_paged_prefill", "_gemv"}), (128, 2, None, {"_paged_prefill_hopper", "_gemv"}),
-        (32, 1, "int4", {"_paged_prefill", "_packed_product", "_gemv"}),
-        (32, 1, "fp8", {"_paged_prefill", "_scaled_product", "_quantize_rows", "_gemv"}),
+        (32, 1, None, {"_paged_prefill", "_gemv", "_decode_flat", "_list_tiles"}),
+        (128, 2, None, {"_paged_prefill_hopper", "_gemv", "_decode_flat", "_list_tiles"}),
+        (32, 1, "int4", {"_paged_prefill", "_packed_product", "_gemv", "_paged_decode"}),
+        (32, 1, "fp8", {"_paged_prefill", "_scaled_product", "_quantize_rows", "_gemv", "_paged_decode"}),
     ],
 )
 def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quantization, own):
@@ -47,8 +48,8 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quan
         assert done.returncode == 0, done.stderr[-2000:]
         names |= set(json.loads(done.stdout))
     assert names == {
-        "_bound", "_choose", "_copy_blocks", "_decode_flat", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_list_tiles",
-        "_narrow", "_rms_norm", "_rope_and_write_kv", "_whole_row",
+        "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_narrow",
+         "_rms_norm", "_rope_and_write_kv", "_whole_row",
         "_adjust_logits", "_forbid_tokens", "_note_tokens", "_top_logprobs",
     } - ({"_gate_mul"} if quantization else set()) | own
     assert list((tmp_path / "cache").glob("*/*.cubin"))
