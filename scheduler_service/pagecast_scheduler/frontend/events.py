@@ -126,16 +126,17 @@ class EventWriter:
 
     def _tokens(self, index: int, output: Output) -> list[pb.GenerateStreamResponse]:
         spec, parsed = self._stream.request.spec, output.parsed
-        event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first)
-        if spec.want_token_ids:
-            event.token_ids.extend(output.ids)
-        if spec.want_text:
-            event.text, event.reasoning_text = parsed.text, parsed.reasoning
-            event.tool_calls.extend(parsed.calls)
-        if output.logprobs:
-            event.logprobs.extend(output_records(output.ids, output.logprobs, self._bytes))
-        if not (event.token_ids or event.text or event.logprobs or event.reasoning_text or event.tool_calls):
+        ids = output.ids if spec.want_token_ids else ()
+        text = parsed.text if spec.want_text else ""
+        is_plain = not (output.logprobs or parsed.reasoning or parsed.calls)
+        if is_plain and not (ids or text):
             return []
+        event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first, token_ids=ids, text=text)
+        if not is_plain:
+            event.logprobs.extend(output_records(output.ids, output.logprobs, self._bytes))
+            if spec.want_text:
+                event.reasoning_text = parsed.reasoning
+                event.tool_calls.extend(parsed.calls)
         return [self._next(tokens=event)]
 
     def _sequence_finished(self, sequence: OutputSequence) -> pb.GenerateStreamResponse:
