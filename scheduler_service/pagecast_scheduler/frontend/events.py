@@ -132,11 +132,11 @@ class EventWriter:
         if is_plain and not (ids or text):
             return []
         event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first, token_ids=ids, text=text)
-        if not is_plain:
+        if output.logprobs:
             event.logprobs.extend(output_records(output.ids, output.logprobs, self._bytes))
-            if spec.want_text:
-                event.reasoning_text = parsed.reasoning
-                event.tool_calls.extend(parsed.calls)
+        if spec.want_text and not is_plain:
+            event.reasoning_text = parsed.reasoning
+            event.tool_calls.extend(parsed.calls)
         return [self._next(tokens=event)]
 
     def _sequence_finished(self, sequence: OutputSequence) -> pb.GenerateStreamResponse:
