@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pagecast_scheduler.frontend.constraint_child import fault, grammar_of
+from pagecast_scheduler.frontend.constraint_child import fault
 from pagecast_scheduler.frontend.errors import Refusal
 from pagecast_scheduler.frontend.json_schema_rules import check_schema
+from pagecast_wire.constraints import grammar_of
+from pagecast_wire.sampling import Constraint, ConstraintKind
 
 SUITE = Path(__file__).resolve().parents[2] / "protos/node_modules/json-schema-test-suite/tests/draft4"
 TOKENIZER = LLTokenizer("byte")
@@ -42,7 +44,7 @@ def verdicts(group: dict[str, Any]) -> Counter[str]:
     schema = json.dumps(group["schema"])
     if refusal(schema):
         return Counter(refused=len(group["tests"]))
-    grammar, found = grammar_of("json_schema", schema), Counter[str]()
+    grammar, found = grammar_of(Constraint(ConstraintKind.JSON_SCHEMA, schema)), Counter[str]()
     for test in group["tests"]:
         got = accepts(grammar, json.dumps(test["data"], ensure_ascii=False))
         found["right" if got == test["valid"] else "looser" if got else "stricter"] += 1

@@ -136,8 +136,9 @@ CONSTRAINTS: dict[str, tuple[pb.Constraint, ConstraintKind]] = {
 @pytest.mark.parametrize("name", CONSTRAINTS)
 async def test_constraints_reach_the_scheduler_and_end_as_complete(rig: Rig, name: str) -> None:
     constraint, wire_kind = CONSTRAINTS[name]
-    call = rig.generation.Generate(pb.GenerateRequest(spec=spec(constraint=constraint)))
+    call = rig.generation.Generate(pb.GenerateRequest(spec=spec(constraint=constraint, stopping=pb.StoppingOptions(ignore_eos=True))))
     submit = await rig.scheduler.accept()
+    assert list(view_u32(submit.stop.stop_token_ids)) == [2]
     sent = submit.sampling.constraint
     assert sent.kind is wire_kind
     if name == "choices":

@@ -57,11 +57,15 @@ async def schemas(endpoint: Endpoint, data: Data) -> str:
 
 
 async def fits(endpoint: Endpoint, data: Data) -> str:
-    """Every output of a constrained request fits: `matches` (a regular expression for the whole text), `one_of`, or the JSON Schema."""
+    """Every output of a constrained request fits: `matches` (a regular expression for the whole text), `one_of`, or the JSON Schema. One
+    that may go on for ever may be cut by its length, where `begins` matches it."""
     require(endpoint, data)
     spec = spec_of(data)
     for answer in (await endpoint.whole(spec), await endpoint.streamed(spec)):
         for output in answer.outputs:
+            if "begins" in data and output.reason == pb.FINISH_REASON_LENGTH:
+                hold(bool(re.fullmatch(data["begins"], output.text, re.S)), f"text {output.text[:80]!r}")
+                continue
             hold(output.reason == pb.FINISH_REASON_CONSTRAINT_COMPLETE, f"reason {reason_name(output.reason)}: {output.text[:60]!r}")
             hold("matches" not in data or bool(re.fullmatch(data.get("matches", ""), output.text, re.S)), f"text {output.text[:80]!r}")
             hold("one_of" not in data or output.text in data["one_of"], f"text {output.text[:80]!r}")

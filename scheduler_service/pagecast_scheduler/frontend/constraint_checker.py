@@ -1,13 +1,13 @@
 """Runs the child process that compiles constraints for a check: with a time limit, a bounded queue, and a memory of what passed."""
 
 import asyncio
-import hashlib
 import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
+from pagecast_wire.constraints import constraint_digest
 from pagecast_wire.sampling import Constraint
 
 MAX_SECONDS = 4.0
@@ -32,7 +32,7 @@ class ConstraintChecker:
         """The same constraint. Raises Refusal if it does not compile in time."""
         if constraint is None:
             return None
-        key = hashlib.sha256(f"{int(constraint.kind)}\n{constraint.text}".encode()).digest()
+        key = constraint_digest(constraint)
         if key in self._good:
             return constraint
         if self._num_waiting >= MAX_WAITING:

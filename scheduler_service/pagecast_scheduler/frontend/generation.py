@@ -172,9 +172,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return dataclasses.replace(checked, sampling=msgspec.structs.replace(sampling, constraint=constraint)), prompt, answer
 
     def _own_ends(self, checked: CheckedSpec) -> Sequence[int]:
-        """End tokens of the model that end this request."""
+        """End tokens of the model that end this request. Under a constraint they are what says that it is complete."""
         welcome = self._engine.welcome
-        return () if checked.ignore_eos or welcome is None else welcome.model.eos_token_ids
+        is_ignored = checked.ignore_eos and checked.sampling.constraint is None
+        return () if is_ignored or welcome is None else welcome.model.eos_token_ids
 
     def _with_bad_words(self, checked: CheckedSpec, limits: Limits) -> SamplingParams:
         """Sampling values with the bad words as tokens. Raises Refusal where the rules leave no first token."""
