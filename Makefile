@@ -49,8 +49,8 @@ unit: setup
 soak: setup  ## the whole scheduler simulated from 100,000 seeds, with faults and every law checked; SOAK="--seeds 5000" for fewer
 	$(BIN)/python tests/sim/run.py $(SOAK)
 
-load: setup  ## rising load on a running cluster; LOAD="..." passes options on
-	$(BIN)/pagecast bench serve $(LOAD)
+load: setup  ## a thousand streams for a minute, and a thousand stalled readers beside live ones; LOAD="..." passes options on
+	$(BIN)/pagecast bench streams $(LOAD)
 
 mesh: setup  ## a minute of pings through a quiet prefill, frozen proxies, drains under Envoy, floods: what takes too long for `make test`
 	$(BIN)/python -m pytest -m mesh --durations=10

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -40,6 +41,8 @@ class RawClient:
         self._port = int(port)
         config = h2.config.H2Configuration(validate_outbound_headers=False, normalize_outbound_headers=False)
         self.connection = h2.connection.H2Connection(config)
+        self._events: deque[h2.events.Event] = deque()
+        self._ended: set[int] = set()
 
     async def __aenter__(self) -> Self:
         self.reader, self.writer = await asyncio.open_connection(self._host, self._port)
@@ -65,36 +68,63 @@ class RawClient:
         }  # fmt: skip
         stream = self.connection.get_next_available_stream_id()
         self.connection.send_headers(stream, [*(first | (replace or {})).items(), *headers])
-        for start in range(0, len(body), 16384):
-            self.connection.send_data(stream, body[start : start + 16384])
-        if ends:
+        await self._send(stream, body)
+        if ends and stream not in self._ended:
             self.connection.end_stream(stream)
         await self.flush()
         return await self.answer(stream)
+
+    async def _send(self, stream: int, body: bytes) -> None:
+        """All of it, as the server's window opens, unless the server ends the stream before."""
+        while body and stream not in self._ended:
+            size = min(len(body), self.connection.local_flow_control_window(stream), self.connection.max_outbound_frame_size)
+            if size > 0:
+                self.connection.send_data(stream, body[:size])
+                body = body[size:]
+                continue
+            await self.flush()
+            async with asyncio.timeout(30):
+                if not await self._take():
+                    return
+
+    async def _take(self) -> bool:
+        """Keeps what the server says for whoever waits for an answer. False at the connection's end."""
+        data = await self.reader.read(65536)
+        for event in self.connection.receive_data(data) if data else ():
+            self._events.append(event)
+            if isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
+                self._ended.add(event.stream_id)
+        return bool(data)
 
     async def answer(self, stream: int) -> Answer:
         """What comes on a stream, to its end."""
         found = Answer()
         async with asyncio.timeout(30):
-            while data := await self.reader.read(65536):
-                for event in self.connection.receive_data(data):
-                    if getattr(event, "stream_id", stream) != stream:
-                        continue
-                    if isinstance(event, h2.events.ResponseReceived):
-                        found.headers = _texts(event.headers)
-                    elif isinstance(event, h2.events.DataReceived):
-                        found.body += event.data
-                        self.connection.acknowledge_received_data(event.flow_controlled_length, stream)
-                    elif isinstance(event, h2.events.TrailersReceived):
-                        found.trailers = _texts(event.headers)
-                    elif isinstance(event, h2.events.StreamReset):
-                        found.reset = int(event.error_code)
-                        return found
-                    elif isinstance(event, h2.events.StreamEnded):
+            while True:
+                while self._events:
+                    if self._note(self._events.popleft(), stream, found):
                         await self.flush()
                         return found
                 await self.flush()
-        return found
+                if not await self._take():
+                    return found
+
+    def _note(self, event: h2.events.Event, stream: int, found: Answer) -> bool:
+        """Adds what one event says of a stream; True at the stream's end."""
+        if getattr(event, "stream_id", stream) != stream:
+            return False
+        if isinstance(event, h2.events.ResponseReceived):
+            found.headers = _texts(event.headers)
+        elif isinstance(event, h2.events.DataReceived):
+            found.body += event.data
+            if event.flow_controlled_length and stream not in self._ended:
+                self.connection.acknowledge_received_data(event.flow_controlled_length, stream)
+        elif isinstance(event, h2.events.TrailersReceived):
+            found.trailers = _texts(event.headers)
+        elif isinstance(event, h2.events.StreamReset):
+            found.reset = int(event.error_code)
+            return True
+        return isinstance(event, h2.events.StreamEnded | h2.events.ConnectionTerminated)
 
 
 def _texts(headers: Sequence[tuple[bytes | str, bytes | str]]) -> dict[str, str]:
