@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pagecast_wire import intake, plan, result
+from pagecast_wire import control, plan, result
 
 WIRE_VERSION = 1
 
@@ -22,8 +22,8 @@ MAX_BYTES = {"from_frontend": 32 << 20, "to_frontend": 64 << 20, "to_worker": 25
 """Largest accepted message per direction, in bytes."""
 
 _DIRECTIONS: dict[str, Any] = {
-    "from_frontend": intake.FromFrontend,
-    "to_frontend": intake.ToFrontend,
+    "from_frontend": control.FromFrontend,
+    "to_frontend": control.ToFrontend,
     "to_worker": plan.ToWorker,
     "from_worker": result.FromWorker,
 }

@@ -56,6 +56,8 @@ class RejectReason(IntEnum):
     QUEUE_TIME_EXCEEDED = 8  # the estimate already exceeds max_queue_time
     DUPLICATE_KEY = 9
     INVALID = 10  # anything else wrong with the message; field names it
+    REQUEST_ID_IN_USE = 11  # a live request of the owner has the id
+    REQUEST_UNKNOWN = 12  # nothing to attach to: never was, or no longer kept
 
 
 class ModelFacts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +89,8 @@ class EngineLimits(Struct, frozen=True, forbid_unknown_fields=True):
     max_queued_requests: int
     max_queued_tokens: int
     enable_prefix_caching: bool
+    retention_ms: int = 0  # how long a finished request can still be attached to
+    front_end_grace_ms: int = 0  # how long requests of a dead front end go on for somebody to attach
 
 
 class FrontendHello(Struct, frozen=True, forbid_unknown_fields=True, tag="frontend_hello"):
@@ -115,6 +119,22 @@ class FrontendRefused(Struct, frozen=True, forbid_unknown_fields=True, tag="fron
     reason: str
 
 
+class Identity(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What makes a request findable through every front end, under (owner, request_id); no request_id: it is not.
+
+    digest: SHA-256 of what the caller asked for, so that the same request can join and another is refused. spec: what a front end
+    needs to make the caller's view again; opaque to the scheduler. join: attach to a live or kept request with the same id and
+    digest instead of being refused. keep: attachable after its front end is gone, and for a while after its end.
+    """
+
+    owner: str = ""  # the principal
+    request_id: str = ""
+    digest: bytes = b""
+    spec: bytes = b""
+    join: bool = False
+    keep: bool = False
+
+
 class Submit(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="submit"):
     """One request. Also used to bring a request back, with its history, after a scheduler was lost.
 
@@ -137,10 +157,12 @@ class Submit(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
     time_budget_ms: int = -1  # end gracefully with TIME_LIMIT; -1: none
     max_queue_ms: int = -1  # refuse or end with QUEUE_TIME_EXCEEDED; -1: none
     bypass_prefix_cache: bool = False
+    identity: Identity = Identity()
 
 
 class Abort(Struct, frozen=True, forbid_unknown_fields=True, tag="abort"):
-    """Ends whole requests (every sequence) with CANCELLED. Unknown or finished keys are ignored."""
+    """The readers of these keys are gone for good: whole requests end with CANCELLED, unless others read them too. Unknown or
+    finished keys are ignored."""
 
     keys: tuple[int, ...]
 
@@ -311,7 +333,3 @@ class EngineStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     output_tokens: int = 0
     prompt_tokens: int = 0
     load: tuple[LoadProgress, ...] = ()
-
-
-FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready | FrontendPing
-ToFrontend = FrontendWelcome | FrontendRefused | FrontendBatch | EngineStatus | HelloWanted

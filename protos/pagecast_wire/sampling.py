@@ -16,13 +16,15 @@ class FinishReason(IntEnum):
     STOP = 1  # end-of-sequence, a stop token id, or a stop text found by the front end
     LENGTH = 2  # max_output_tokens or max_model_len reached
     TIME_LIMIT = 3  # time_budget used up; the output so far is valid
-    CANCELLED = 4  # the client, an operator or a vanished front end
+    CANCELLED = 4  # the client left, or its front end vanished
     DEADLINE_EXCEEDED = 5  # the caller's deadline passed
     QUEUE_TIME_EXCEEDED = 6  # waited longer than max_queue_time, no token emitted
     NUMERIC_FAULT = 7  # the row's logits held NaN or infinity
     WORKER_LOST = 8  # recovery budget spent
     POISON_REQUEST = 9  # crashed a worker group alone
     CONSTRAINT_FAILED = 10  # the structured output, or the token rules, cannot be followed: `Finished.constraint_fault` says why
+    CANCELLED_BY_API = 11  # CancelGeneration
+    CANCELLED_BY_ADMIN = 12  # CancelRequests
 
 
 class ConstraintKind(IntEnum):

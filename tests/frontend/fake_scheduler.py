@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, decode, encode, pack_u32, pack_u64, view_u32
+from pagecast_wire.control import Attach, Attached
 from pagecast_wire.intake import (
     Abort,
     Accepted,
@@ -33,7 +34,7 @@ from pagecast_wire.intake import (
 from pagecast_wire.sampling import FinishReason
 
 MODEL = ModelFacts("tiny", "oracle", "d1" * 32, 512, 256, (2,), "float32", 1, 1, 8, 64, 1000)
-LIMITS = EngineLimits(16, 17, 256, 8, 64, 16, 4096, True)
+LIMITS = EngineLimits(16, 17, 256, 8, 64, 16, 4096, True, 60_000, 30_000)
 T = TypeVar("T")
 PATIENCE_S = 20.0
 
@@ -110,6 +111,11 @@ class FakeScheduler:
         submit = await self.next(Submit, count)
         await self.send(FrontendBatch(1, accepted=(Accepted(submit.key, 3),)))
         return submit
+
+    async def attach(self, attach: Attach | Submit, to: Submit, history: list[int], *ended: Finished) -> None:
+        """The request that `to` submitted, with this output so far, gets one more reader."""
+        submit = msgspec.structs.replace(to, key=attach.key, history=(pack_u32(history),))
+        await self.send(Attached(submit, 3, 2000, tuple(msgspec.structs.replace(end, key=attach.key) for end in ended)))
 
     async def reject(self, rejected: Rejected) -> None:
         await self.send(FrontendBatch(1, rejected=(rejected,)))

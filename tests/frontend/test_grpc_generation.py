@@ -172,7 +172,9 @@ async def test_a_full_queue_is_unavailable_with_retry_advice(rig: Rig) -> None:
         (FinishReason.WORKER_LOST, grpc.StatusCode.UNAVAILABLE, "WORKER_LOST"),
         (FinishReason.POISON_REQUEST, grpc.StatusCode.INTERNAL, "POISON_REQUEST"),
         (FinishReason.QUEUE_TIME_EXCEEDED, grpc.StatusCode.UNAVAILABLE, "QUEUE_TIME_EXCEEDED"),
-        (FinishReason.CANCELLED, grpc.StatusCode.CANCELLED, "BY_ADMIN"),
+        (FinishReason.CANCELLED, grpc.StatusCode.CANCELLED, "BY_CLIENT"),
+        (FinishReason.CANCELLED_BY_API, grpc.StatusCode.CANCELLED, "BY_API"),
+        (FinishReason.CANCELLED_BY_ADMIN, grpc.StatusCode.CANCELLED, "BY_ADMIN"),
     ],
 )
 async def test_failures_after_acceptance_say_how_far_it_got(rig: Rig, reason: FinishReason, code: grpc.StatusCode, name: str) -> None:
@@ -204,19 +206,16 @@ async def test_phase_changes_and_silence_give_progress(rig: Rig) -> None:
     call.cancel()
 
 
-async def test_a_live_request_id_is_refused_and_free_again_afterwards(rig: Rig) -> None:
-    first = rig.generation.Generate(pb.GenerateRequest(spec=spec(request_id="same")))
-    submit = await rig.scheduler.accept()
+async def test_a_request_id_that_the_scheduler_knows_is_refused(rig: Rig) -> None:
+    call = rig.generation.Generate(pb.GenerateRequest(spec=spec(request_id="same")))
+    submit = await rig.scheduler.next(Submit)
+    assert submit.identity.request_id == "same" and not submit.identity.join
+    await rig.scheduler.reject(Rejected(submit.key, RejectReason.REQUEST_ID_IN_USE))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.generation.Generate(pb.GenerateRequest(spec=spec(request_id="same")))
-    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
-    assert details(caught.value)[1]["ErrorInfo"].reason == "REQUEST_ID_IN_USE"
-    await rig.scheduler.tokens(submit.key, 0, [1], finished(submit.key, 1))
-    await first
-    again = rig.generation.Generate(pb.GenerateRequest(spec=spec(request_id="same")))
-    second = await rig.scheduler.accept(2)
-    await rig.scheduler.tokens(second.key, 0, [1], finished(second.key, 1))
-    assert (await again).request_id == "same"
+        await call
+    found = details(caught.value)[1]
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS and found["ErrorInfo"].reason == "REQUEST_ID_IN_USE"
+    assert (found["ResourceInfo"].resource_type, found["ResourceInfo"].resource_name) == ("pagecast.v1.Request", "same")
 
 
 async def test_x_request_id_is_used_and_checked(rig: Rig) -> None:

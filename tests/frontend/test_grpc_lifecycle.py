@@ -97,13 +97,12 @@ async def test_while_announced_requests_are_still_taken(run_dir: Path) -> None:
 
 async def test_what_outlasts_the_drain_ends_with_a_status_and_an_abort(run_dir: Path) -> None:
     rig = await start_rig(run_dir, drain_timeout_s=0.3)
-    call = stream(rig)
+    call = rig.generation.Generate(pb.GenerateRequest(spec=spec()))
     submit = await rig.scheduler.accept()
-    await call.read()
     rig.frontend.end()
     ending = asyncio.create_task(rig.frontend.run_until_stopped())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(call)
+        await call
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert details(caught.value)[1]["ErrorInfo"].reason == "DRAIN_TIMEOUT"
     await ending

@@ -4,13 +4,15 @@ import math
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import model_pb2
+from pagecast_scheduler.frontend.delivery import check_delivery
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
-from pagecast_scheduler.frontend.validation import check_lengths, check_spec, progress_interval_s
+from pagecast_scheduler.frontend.validation import check_lengths, check_spec
 from pagecast_wire.intake import Priority
 
 LIMITS = Limits(
@@ -180,9 +182,9 @@ def test_durations_become_milliseconds_and_are_never_rounded_to_nothing() -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [(0, Priority.NORMAL), (1, Priority.BATCH), (2, Priority.NORMAL), (3, Priority.INTERACTIVE), (99, Priority.NORMAL)]
+    ("given", "wanted"), [(0, Priority.NORMAL), (1, Priority.BATCH), (2, Priority.NORMAL), (3, Priority.INTERACTIVE)]
 )
-def test_unknown_priorities_count_as_unspecified(given: int, wanted: Priority) -> None:
+def test_priorities(given: int, wanted: Priority) -> None:
     assert check_spec(spec(scheduling=pb.SchedulingOptions(priority=given)), SamplingDefaults(), 7, LIMITS).priority == wanted
 
 
@@ -223,11 +225,33 @@ def test_progress_interval_range(seconds: float, good: bool) -> None:
     delivery = pb.DeliveryOptions()
     delivery.progress_interval.FromNanoseconds(int(seconds * 1e9))
     if good:
-        assert progress_interval_s(delivery, LIMITS) == seconds
+        assert check_delivery(delivery, LIMITS, 300.0).progress_interval_s == seconds
     else:
         with pytest.raises(Refusal):
-            progress_interval_s(delivery, LIMITS)
-    assert progress_interval_s(pb.DeliveryOptions(), LIMITS) == 15.0
+            check_delivery(delivery, LIMITS, 300.0)
+    assert check_delivery(pb.DeliveryOptions(), LIMITS, 300.0).progress_interval_s == 15.0
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("flush_interval", {"flush_interval": Duration(seconds=2)}),
+        ("max_tokens_per_event", {"max_tokens_per_event": 0}),
+        ("detach_grace", {"detach_grace": Duration(seconds=1)}),
+        ("detach_grace", {"detach_grace": Duration(seconds=301), "on_disconnect": pb.ON_DISCONNECT_DETACH}),
+    ],
+)
+def test_delivery_that_cannot_be_names_its_field(field: str, options: dict[str, Any]) -> None:
+    with pytest.raises(Refusal) as caught:
+        check_delivery(pb.DeliveryOptions(**options), LIMITS, 300.0)
+    assert [violation.field for violation in caught.value.violations] == [f"delivery.{field}"]
+
+
+def test_an_unknown_priority_is_refused() -> None:
+    spec = pb.GenerationSpec(prompt_text="x", scheduling=pb.SchedulingOptions(priority=77))  # type: ignore[arg-type]
+    with pytest.raises(Refusal) as caught:
+        check_spec(spec, SamplingDefaults(), 7, LIMITS)
+    assert caught.value.violations[0].field == "spec.scheduling.priority"
 
 
 def test_every_published_limit_comes_from_the_table() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from pagecast_wire import intake, plan, result
+from pagecast_wire import control, plan, result
 
 UNIONS: dict[str, Any] = {
-    "from_frontend": intake.FromFrontend,
-    "to_frontend": intake.ToFrontend,
+    "from_frontend": control.FromFrontend,
+    "to_frontend": control.ToFrontend,
     "to_worker": plan.ToWorker,
     "from_worker": result.FromWorker,
 }

@@ -75,6 +75,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("drain_announce_s", float, 5.0, "after SIGTERM, seconds of NOT_SERVING before new calls are refused", _FRONT),
     Option("drain_timeout_s", float, 30.0, "after SIGTERM, seconds that running calls may go on", _FRONT),
     Option("slow_consumer_timeout_s", float, 60.0, "seconds a stream may stay paused because its client does not read", _FRONT),
+    Option("max_detach_grace_s", float, 300.0, "longest time a detached stream may ask to go on without a reader, in seconds", _FRONT),
     Option("reuse_port", bool, False, "share the port with other front ends of this host, or with who keeps it", (FRONTEND, GATEWAY)),
     Option("index", int, 0, "number of this front end among its host's", (FRONTEND,)),
     # the batch
@@ -89,6 +90,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_queued_tokens", int, 4_000_000, "prompt tokens that may wait; more are refused with UNAVAILABLE", _SCHED),
     Option("max_plans_in_flight", int, 2, "step plans sent ahead of their results", _SCHED),
     Option("max_steps_per_plan", int, 1, "decode steps that one plan may carry while nothing waits; 0: as many as take 8 ms", _SCHED),
+    Option("resume_grace_s", float, 30.0, "seconds that requests of a dead front end go on for somebody to resume them", _SCHED),
+    Option("resume_retention_s", float, 60.0, "seconds that the output of an ended stream is kept for a reader that lost it", _SCHED),
     # the model and its device
     Option("tensor_parallel_size", int, 1, "ranks that split the model; one worker process and one GPU each", _BATCH),
     Option("rank", int, 0, "rank of this worker", (WORKER,)),

@@ -67,6 +67,52 @@ PRIORITY_NORMAL: Priority.ValueType  # 2
 PRIORITY_INTERACTIVE: Priority.ValueType  # 3
 Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
+class _OnDisconnect:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnDisconnectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnDisconnect.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_DISCONNECT_UNSPECIFIED: _OnDisconnect.ValueType  # 0
+    """As CANCEL."""
+    ON_DISCONNECT_CANCEL: _OnDisconnect.ValueType  # 1
+    ON_DISCONNECT_DETACH: _OnDisconnect.ValueType  # 2
+    """It goes on for detach_grace, in which ResumeStream finds it."""
+
+class OnDisconnect(_OnDisconnect, metaclass=_OnDisconnectEnumTypeWrapper):
+    """What becomes of a request whose stream breaks."""
+
+ON_DISCONNECT_UNSPECIFIED: OnDisconnect.ValueType  # 0
+"""As CANCEL."""
+ON_DISCONNECT_CANCEL: OnDisconnect.ValueType  # 1
+ON_DISCONNECT_DETACH: OnDisconnect.ValueType  # 2
+"""It goes on for detach_grace, in which ResumeStream finds it."""
+Global___OnDisconnect: _TypeAlias = OnDisconnect  # noqa: Y015
+
+class _SlowConsumer:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SlowConsumerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SlowConsumer.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLOW_CONSUMER_UNSPECIFIED: _SlowConsumer.ValueType  # 0
+    """As PAUSE."""
+    SLOW_CONSUMER_PAUSE: _SlowConsumer.ValueType  # 1
+    """Decoding pauses until the reader has caught up; RESOURCE_EXHAUSTED with SLOW_CONSUMER if that takes too long."""
+    SLOW_CONSUMER_ABORT: _SlowConsumer.ValueType  # 2
+    """RESOURCE_EXHAUSTED with SLOW_CONSUMER where it would pause."""
+
+class SlowConsumer(_SlowConsumer, metaclass=_SlowConsumerEnumTypeWrapper):
+    """What becomes of a request whose stream is not read."""
+
+SLOW_CONSUMER_UNSPECIFIED: SlowConsumer.ValueType  # 0
+"""As PAUSE."""
+SLOW_CONSUMER_PAUSE: SlowConsumer.ValueType  # 1
+"""Decoding pauses until the reader has caught up; RESOURCE_EXHAUSTED with SLOW_CONSUMER if that takes too long."""
+SLOW_CONSUMER_ABORT: SlowConsumer.ValueType  # 2
+"""RESOURCE_EXHAUSTED with SLOW_CONSUMER where it would pause."""
+Global___SlowConsumer: _TypeAlias = SlowConsumer  # noqa: Y015
+
 class _Phase:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -118,6 +164,23 @@ FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 3
 FINISH_REASON_CONSTRAINT_COMPLETE: FinishReason.ValueType  # 4
 """The constraint's text is complete and nothing may follow it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _CancelResult:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CancelResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CancelResult.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CANCEL_RESULT_UNSPECIFIED: _CancelResult.ValueType  # 0
+    CANCEL_RESULT_CANCELLED: _CancelResult.ValueType  # 1
+    CANCEL_RESULT_ALREADY_FINISHED: _CancelResult.ValueType  # 2
+
+class CancelResult(_CancelResult, metaclass=_CancelResultEnumTypeWrapper): ...
+
+CANCEL_RESULT_UNSPECIFIED: CancelResult.ValueType  # 0
+CANCEL_RESULT_CANCELLED: CancelResult.ValueType  # 1
+CANCEL_RESULT_ALREADY_FINISHED: CancelResult.ValueType  # 2
+Global___CancelResult: _TypeAlias = CancelResult  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -180,12 +243,17 @@ class GenerationSpec(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     SCHEDULING_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    ATTACH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 128 printable ASCII characters, unique among the caller's live requests. Empty: the server makes one."""
     model: _builtins.str
     """Name of the model as ListModels gives it. Empty: the only model served."""
     prompt_text: _builtins.str
     """Plain text; tokenized as it is, with the model's beginning-of-sequence token if the model wants one."""
+    attach: _builtins.bool
+    """If a live or kept request of the caller has this request_id and asks for the same, read that one instead of getting
+    ALREADY_EXISTS: retries and hedges become safe. A different request with the id is refused all the same.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are. Each below the model's vocabulary size."""
@@ -222,13 +290,19 @@ class GenerationSpec(_message.Message):
         cache: Global___CacheOptions | None = ...,
         scheduling: Global___SchedulingOptions | None = ...,
         constraint: Global___Constraint | None = ...,
+        attach: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attach", b"_attach", "attach", b"attach", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attach", b"_attach", "attach", b"attach", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attach: _TypeAlias = _typing.Literal["attach"]  # noqa: Y015
+    _WhichOneofArgType__attach: _TypeAlias = _typing.Literal["_attach", b"_attach"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt_text", "prompt_token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attach) -> _WhichOneofReturnType__attach | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerationSpec: _TypeAlias = GenerationSpec  # noqa: Y015
@@ -919,20 +993,44 @@ class DeliveryOptions(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_INTERVAL_FIELD_NUMBER: _builtins.int
+    FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_PER_EVENT_FIELD_NUMBER: _builtins.int
+    ON_DISCONNECT_FIELD_NUMBER: _builtins.int
+    DETACH_GRACE_FIELD_NUMBER: _builtins.int
+    SLOW_CONSUMER_FIELD_NUMBER: _builtins.int
+    max_tokens_per_event: _builtins.int
+    """Longest run of tokens in one event. Absent: no limit."""
+    on_disconnect: Global___OnDisconnect.ValueType
+    slow_consumer: Global___SlowConsumer.ValueType
     @_builtins.property
     def progress_interval(self) -> _duration_pb2.Duration:
         """A progress event after so long with nothing else sent. Range 1 to 60 s; absent: 15 s."""
+
+    @_builtins.property
+    def flush_interval(self) -> _duration_pb2.Duration:
+        """After the first tokens, gather output for so long before the next event. At most 1 s; absent: send what there is at once."""
+
+    @_builtins.property
+    def detach_grace(self) -> _duration_pb2.Duration:
+        """For DETACH. At most the server's limit; absent: that limit."""
 
     def __init__(
         self,
         *,
         progress_interval: _duration_pb2.Duration | None = ...,
+        flush_interval: _duration_pb2.Duration | None = ...,
+        max_tokens_per_event: _builtins.int | None = ...,
+        on_disconnect: Global___OnDisconnect.ValueType = ...,
+        detach_grace: _duration_pb2.Duration | None = ...,
+        slow_consumer: Global___SlowConsumer.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress_interval", b"progress_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens_per_event", b"_max_tokens_per_event", "detach_grace", b"detach_grace", "flush_interval", b"flush_interval", "max_tokens_per_event", b"max_tokens_per_event", "progress_interval", b"progress_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress_interval", b"progress_interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens_per_event", b"_max_tokens_per_event", "detach_grace", b"detach_grace", "flush_interval", b"flush_interval", "max_tokens_per_event", b"max_tokens_per_event", "on_disconnect", b"on_disconnect", "progress_interval", b"progress_interval", "slow_consumer", b"slow_consumer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_tokens_per_event: _TypeAlias = _typing.Literal["max_tokens_per_event"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens_per_event: _TypeAlias = _typing.Literal["_max_tokens_per_event", b"_max_tokens_per_event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens_per_event) -> _WhichOneofReturnType__max_tokens_per_event | None: ...
 
 Global___DeliveryOptions: _TypeAlias = DeliveryOptions  # noqa: Y015
 
@@ -1015,6 +1113,7 @@ class AcceptedEvent(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     EFFECTIVE_FIELD_NUMBER: _builtins.int
+    RESUME_RETENTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     model_digest: _builtins.str
@@ -1022,6 +1121,10 @@ class AcceptedEvent(_message.Message):
     queue_position: _builtins.int
     @_builtins.property
     def effective(self) -> Global___EffectiveParameters: ...
+    @_builtins.property
+    def resume_retention(self) -> _duration_pb2.Duration:
+        """How long after its end the output can still be read with ResumeStream."""
+
     def __init__(
         self,
         *,
@@ -1031,10 +1134,11 @@ class AcceptedEvent(_message.Message):
         prompt_tokens: _builtins.int = ...,
         queue_position: _builtins.int = ...,
         effective: Global___EffectiveParameters | None = ...,
+        resume_retention: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "resume_retention", b"resume_retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "model", b"model", "model_digest", b"model_digest", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "model", b"model", "model_digest", b"model_digest", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "resume_retention", b"resume_retention"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1267,6 +1371,7 @@ class TokensEvent(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REASONING_TEXT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_index: _builtins.int
     first_token_offset: _builtins.int
     """Offset, in this sequence's output, of the first token of this event."""
@@ -1274,6 +1379,10 @@ class TokensEvent(_message.Message):
     """Always complete UTF-8 characters."""
     reasoning_text: _builtins.str
     """The model's reasoning, where it is parsed; no part of text."""
+    num_tokens: _builtins.int
+    """Tokens that this event covers, also where their ids are not delivered: the next event of the sequence begins at
+    first_token_offset + num_tokens, and so does a stream resumed after it.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1294,10 +1403,11 @@ class TokensEvent(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         reasoning_text: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_offset", b"first_token_offset", "logprobs", b"logprobs", "reasoning_text", b"reasoning_text", "sequence_index", b"sequence_index", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_offset", b"first_token_offset", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "reasoning_text", b"reasoning_text", "sequence_index", b"sequence_index", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1406,22 +1516,34 @@ class Timings(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def first_token(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def total(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def prefill(self) -> _duration_pb2.Duration:
+        """From the first step that computed the prompt to the first token."""
+
+    @_builtins.property
+    def decode(self) -> _duration_pb2.Duration:
+        """From the first token to the end."""
+
     def __init__(
         self,
         *,
         queue: _duration_pb2.Duration | None = ...,
         first_token: _duration_pb2.Duration | None = ...,
         total: _duration_pb2.Duration | None = ...,
+        prefill: _duration_pb2.Duration | None = ...,
+        decode: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "queue", b"queue", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "first_token", b"first_token", "prefill", b"prefill", "queue", b"queue", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "queue", b"queue", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "first_token", b"first_token", "prefill", b"prefill", "queue", b"queue", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1559,3 +1681,121 @@ class GeneratedSequence(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_matched_stop) -> _WhichOneofReturnType_matched_stop | None: ...
 
 Global___GeneratedSequence: _TypeAlias = GeneratedSequence  # noqa: Y015
+
+@_typing.final
+class ResumeStreamRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CURSORS_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def cursors(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceCursor]:
+        """Where to begin in each sequence; one that is not named begins at 0."""
+
+    @_builtins.property
+    def delivery(self) -> Global___DeliveryOptions: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        cursors: _abc.Iterable[Global___SequenceCursor] | None = ...,
+        delivery: Global___DeliveryOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delivery", b"delivery"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursors", b"cursors", "delivery", b"delivery", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeStreamRequest: _TypeAlias = ResumeStreamRequest  # noqa: Y015
+
+@_typing.final
+class SequenceCursor(_message.Message):
+    """How much of one sequence the caller has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_INDEX_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_OFFSET_FIELD_NUMBER: _builtins.int
+    TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    sequence_index: _builtins.int
+    next_token_offset: _builtins.int
+    """Offset of the first token wanted: all before it are there."""
+    text_bytes: _builtins.int
+    """UTF-8 bytes of text that the caller has. Absent: the text that the tokens before next_token_offset release."""
+    def __init__(
+        self,
+        *,
+        sequence_index: _builtins.int = ...,
+        next_token_offset: _builtins.int = ...,
+        text_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text_bytes", b"_text_bytes", "text_bytes", b"text_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text_bytes", b"_text_bytes", "next_token_offset", b"next_token_offset", "sequence_index", b"sequence_index", "text_bytes", b"text_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__text_bytes: _TypeAlias = _typing.Literal["text_bytes"]  # noqa: Y015
+    _WhichOneofArgType__text_bytes: _TypeAlias = _typing.Literal["_text_bytes", b"_text_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text_bytes) -> _WhichOneofReturnType__text_bytes | None: ...
+
+Global___SequenceCursor: _TypeAlias = SequenceCursor  # noqa: Y015
+
+@_typing.final
+class ResumeStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def event(self) -> Global___StreamEvent: ...
+    def __init__(
+        self,
+        *,
+        event: Global___StreamEvent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeStreamResponse: _TypeAlias = ResumeStreamResponse  # noqa: Y015
+
+@_typing.final
+class CancelGenerationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelGenerationRequest: _TypeAlias = CancelGenerationRequest  # noqa: Y015
+
+@_typing.final
+class CancelGenerationResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULT_FIELD_NUMBER: _builtins.int
+    result: Global___CancelResult.ValueType
+    def __init__(
+        self,
+        *,
+        result: Global___CancelResult.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelGenerationResponse: _TypeAlias = CancelGenerationResponse  # noqa: Y015

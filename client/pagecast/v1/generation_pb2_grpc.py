@@ -45,6 +45,16 @@ class GenerationServiceStub(object):
                 request_serializer=pagecast_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
                 response_deserializer=pagecast_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.ResumeStream = channel.unary_stream(
+                '/pagecast.v1.GenerationService/ResumeStream',
+                request_serializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamResponse.FromString,
+                _registered_method=True)
+        self.CancelGeneration = channel.unary_unary(
+                '/pagecast.v1.GenerationService/CancelGeneration',
+                request_serializer=pagecast_dot_v1_dot_generation__pb2.CancelGenerationRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_generation__pb2.CancelGenerationResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -66,6 +76,21 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResumeStream(self, request, context):
+        """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
+        only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelGeneration(self, request, context):
+        """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +103,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=pagecast_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
                     response_serializer=pagecast_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'ResumeStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResumeStream,
+                    request_deserializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamResponse.SerializeToString,
+            ),
+            'CancelGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelGeneration,
+                    request_deserializer=pagecast_dot_v1_dot_generation__pb2.CancelGenerationRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_generation__pb2.CancelGenerationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +170,60 @@ class GenerationService(object):
             '/pagecast.v1.GenerationService/GenerateStream',
             pagecast_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
             pagecast_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagecast.v1.GenerationService/ResumeStream',
+            pagecast_dot_v1_dot_generation__pb2.ResumeStreamRequest.SerializeToString,
+            pagecast_dot_v1_dot_generation__pb2.ResumeStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagecast.v1.GenerationService/CancelGeneration',
+            pagecast_dot_v1_dot_generation__pb2.CancelGenerationRequest.SerializeToString,
+            pagecast_dot_v1_dot_generation__pb2.CancelGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

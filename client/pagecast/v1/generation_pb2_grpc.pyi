@@ -39,6 +39,12 @@ class GenerationServiceStub:
     """The result as a stream of events: accepted first, completed last, each exactly once. Errors are never events: the RPC
     ends non-OK with google.rpc.Status details.
     """
+    ResumeStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.ResumeStreamRequest, _generation_pb2.ResumeStreamResponse]
+    """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
+    only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
+    """
+    CancelGeneration: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelGenerationRequest, _generation_pb2.CancelGenerationResponse]
+    """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id."""
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -51,6 +57,12 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """The result as a stream of events: accepted first, completed last, each exactly once. Errors are never events: the RPC
     ends non-OK with google.rpc.Status details.
     """
+    ResumeStream: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeStreamRequest, _generation_pb2.ResumeStreamResponse]  # type: ignore[assignment]
+    """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
+    only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
+    """
+    CancelGeneration: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelGenerationRequest, _generation_pb2.CancelGenerationResponse]  # type: ignore[assignment]
+    """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id."""
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text from a prompt."""
@@ -72,5 +84,23 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """The result as a stream of events: accepted first, completed last, each exactly once. Errors are never events: the RPC
         ends non-OK with google.rpc.Status details.
         """
+
+    @_abc_1.abstractmethod
+    def ResumeStream(
+        self,
+        request: _generation_pb2.ResumeStreamRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.ResumeStreamResponse], _abc.AsyncIterator[_generation_pb2.ResumeStreamResponse]]:
+        """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
+        only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelGeneration(
+        self,
+        request: _generation_pb2.CancelGenerationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.CancelGenerationResponse, _abc.Awaitable[_generation_pb2.CancelGenerationResponse]]:
+        """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id."""
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

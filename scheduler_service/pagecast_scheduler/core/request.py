@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagecast_scheduler.core.prefix_cache import HashChain
-from pagecast_wire.intake import KEY_BITS, Submit
+from pagecast_wire.intake import KEY_BITS, Finished, Submit
 from pagecast_wire.sampling import SamplingParams
 
 NEVER = 1 << 62
@@ -93,6 +93,7 @@ class Sequence:
     num_recomputed_tokens: int = 0
     num_preemptions: int = 0
     num_recoveries: int = 0
+    end: Finished | None = None  # what its front end was told
 
     @property
     def num_output_tokens(self) -> int:

@@ -4,7 +4,11 @@
 `applying`, and `recovery` starts a new epoch.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pagecast_scheduler.core import applying, intake, planning, recovery
 from pagecast_scheduler.core.config import SchedulerConfig
@@ -62,11 +66,11 @@ class Scheduler:
             self._end_if_complete(seq, now)
         return Accepted(request.key, position)
 
-    def abort(self, key: int, now: int) -> None:
-        """End every sequence of a request with CANCELLED."""
+    def abort(self, key: int, now: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End every sequence of a request, with the reason of whoever cancels it."""
         request = self.state.requests.get(key)
         if request is not None:
-            self._end(request, FinishReason.CANCELLED, now)
+            self._end(request, reason, now)
 
     def stop_at(self, key: int, sequence: int, keep: int, now: int) -> None:
         """The front end found a stop text: the sequence ends with STOP and `keep` output tokens count."""
@@ -92,11 +96,24 @@ class Scheduler:
                 if seq.row >= 0:
                     s.preempt(seq, now)
 
-    def drop_frontend(self, slot: int, now: int) -> None:
-        """A front end vanished: its requests are cancelled and nobody is told."""
-        for request in [r for r in self.state.requests.values() if r.slot == slot]:
+    def drop_frontend(self, slot: int, now: int, spared: Collection[int] = ()) -> None:
+        """A front end vanished: its requests are cancelled and nobody is told. Those with a spared key go on for other readers."""
+        for request in [r for r in self.state.requests.values() if r.slot == slot and r.key not in spared]:
             self._end(request, FinishReason.CANCELLED, now)
-        self.state.outputs.drop(slot)
+        if not spared:
+            self.state.outputs.drop(slot)
+
+    def request(self, key: int) -> Request | None:
+        """The open request of this key."""
+        return self.state.requests.get(key)
+
+    def outputs_of(self, request: Request) -> tuple[bytes, ...]:
+        """Applied output tokens of each sequence, as u32 columns."""
+        return tuple(self._known_tokens(seq)[request.num_prompt_tokens :].astype("<u4").tobytes() for seq in request.sequences)
+
+    def _known_tokens(self, seq: Sequence) -> NDArray[np.uint32]:
+        rows = self.state.rows
+        return rows.tokens[seq.row, : rows.num_tokens[seq.row]] if seq.row >= 0 else seq.tokens[: seq.num_tokens]
 
     def start_epoch(self) -> StartEpoch:
         """The message that opens the current epoch."""
@@ -106,9 +123,7 @@ class Scheduler:
     def plan_step(self, now: int) -> StepPlan | None:
         """The next plan, or None: nothing to do, or max_plans_in_flight reached."""
         s = self.state
-        due = s.timers.next()
-        if due is not None and due <= now:
-            self._expire(now)
+        self.expire(now)
         if len(s.in_flight) >= s.config.max_plans_in_flight or not (s.rows.num_active or len(s.queue)):
             return None
         if len(s.queue):
@@ -134,6 +149,10 @@ class Scheduler:
         """When time alone changes something: a limit falls due, or a first batch has gathered long enough."""
         times = [time for time in (self.state.timers.next(), self._gathered_at()) if time is not None]
         return min(times, default=None)
+
+    def next_limit(self) -> int | None:
+        """When the next deadline, time budget or queue limit falls due."""
+        return self.state.timers.next()
 
     def stats(self) -> SchedulerStats:
         s, pool, totals = self.state, self.state.kv.pool, self.state.totals
@@ -175,8 +194,12 @@ class Scheduler:
             resumed = Phase.QUEUED
         s.report(seq, Phase.PAUSED_SLOW_CONSUMER if paused else resumed)
 
-    def _expire(self, now: int) -> None:
-        """Limits that fell due end their requests: the caller's deadline first, then the time budget, then the queue limit."""
+    def expire(self, now: int) -> None:
+        """Limits that fell due end their requests: the caller's deadline first, then the time budget, then the queue limit. Part of every
+        `plan_step`; called alone while there is nobody to plan for."""
+        due = self.state.timers.next()
+        if due is None or due > now:
+            return
         for request in self.state.timers.take_due(now):
             if not request.num_open:
                 continue

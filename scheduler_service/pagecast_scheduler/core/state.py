@@ -224,8 +224,8 @@ class State:
         if seq in request.held:
             request.held.remove(seq)
         seq.status = Status.FINISHED
-        finished = Finished(request.key, seq.index, reason, usage(seq, now, keep), stop_token_id, constraint_fault)
-        self.outputs.add_finished(request.slot, finished)
+        seq.end = Finished(request.key, seq.index, reason, usage(seq, now, keep), stop_token_id, constraint_fault)
+        self.outputs.add_finished(request.slot, seq.end)
         request.num_open -= 1
         if request.num_open == 0:
             self._close(request)

@@ -5,6 +5,7 @@ from typing import Literal
 
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BATCH_DELAY_MS = 10
+MAX_RESUME_S = 3600
 MAX_IPC_PATH_BYTES = 107
 """Linux refuses a longer unix socket path (sun_path holds 108 bytes with the closing zero)."""
 
@@ -22,6 +23,8 @@ class EngineConfig:
 
     num_blocks caps what the ranks offer; max_model_len caps what the model allows. step_deadline_s is the floor of a step's
     deadline: a longer predicted step gets more. rank_timeout_s is how long a rank may be silent before its absence is fatal.
+    resume_grace_s: how long the requests of a front end that died go on for somebody to resume them; resume_retention_s: how long the
+    output of an ended request is kept for that.
     record: file that receives every input of the core (record_tokens: with token ids, which are prompts). metrics_port: loopback
     port of the Prometheus text, none by default.
     """
@@ -42,6 +45,8 @@ class EngineConfig:
     step_deadline_s: float = 30
     heartbeat_timeout_s: float = 10
     rank_timeout_s: float = 600
+    resume_grace_s: float = 30
+    resume_retention_s: float = 60
     record: str | None = None
     record_tokens: bool = False
     metrics_port: int | None = None
@@ -63,6 +68,9 @@ class EngineConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        for name in ("resume_grace_s", "resume_retention_s"):
+            if not 0 <= getattr(self, name) <= MAX_RESUME_S:
+                raise ConfigError(f"{name} must be between 0 and {MAX_RESUME_S}, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             value = self.max_num_batched_tokens
             raise ConfigError(f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), not {value}")

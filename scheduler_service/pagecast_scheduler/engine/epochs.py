@@ -138,8 +138,11 @@ class Epochs:
             raise Stop(EXIT_FAILED, "the warm-up step produced NaN or infinity: the weights or the device are broken")
 
     def plan(self, now: int) -> None:
-        """Plan and send as long as the core has something to do."""
-        if self.core is None or not self._group.is_open:
+        """Plan and send as long as the core has something to do. Without workers only time goes on: limits fall due all the same."""
+        if self.core is None:
+            return
+        if not self._group.is_open:
+            self._expire(now)
             return
         while True:
             plan = self.core.plan_step(now)
@@ -153,6 +156,13 @@ class Epochs:
             if lost is not None:
                 self.lose(lost, now)
                 return
+
+    def _expire(self, now: int) -> None:
+        assert self.core is not None
+        due = self.core.next_limit()
+        if due is not None and due <= now:
+            self._control(now, "expire", {})
+            self.core.expire(now)
 
     def _size(self, plan: StepPlan) -> int:
         """About how many tokens the plan computes: its chunks, and as many decodes as the last result had."""
@@ -201,7 +211,7 @@ class Epochs:
     def _abort_warm_up(self, now: int) -> None:
         """A warm-up that was under way is no suspect in the search for a poisonous request."""
         assert self.core is not None
-        self._control(now, "abort", {"key": self._warm_up_key})
+        self._control(now, "abort", {"key": self._warm_up_key, "reason": int(FinishReason.CANCELLED)})
         self.core.abort(self._warm_up_key, now)
 
     def watch(self, now: int) -> None:
@@ -261,4 +271,5 @@ def effective_limits(config: EngineConfig, offered_blocks: int, model_len: int) 
         block_size=config.block_size, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, max_queued_requests=config.max_queued_requests,
         max_queued_tokens=config.max_queued_tokens, enable_prefix_caching=config.enable_prefix_caching,
+        retention_ms=round(config.resume_retention_s * 1000), front_end_grace_ms=round(config.resume_grace_s * 1000),
     )  # fmt: skip

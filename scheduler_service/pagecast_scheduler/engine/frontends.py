@@ -19,7 +19,6 @@ from pagecast_scheduler.engine.run_state import KnownFrontend
 from pagecast_wire.intake import (
     EngineLimits,
     EngineStatus,
-    FrontendBatch,
     FrontendHello,
     FrontendPing,
     FrontendRefused,
@@ -151,11 +150,11 @@ class Frontends:
             frontend.is_welcomed = True
             self._send(frontend, FrontendWelcome(frontend.slot, self._incarnation, *self._welcome))
 
-    def send_batch(self, slot: int, batch: FrontendBatch) -> None:
-        """What one front end learns from this turn. A slot that nobody holds any more is passed over."""
+    def send(self, slot: int, message: msgspec.Struct) -> None:
+        """A batch or an answer for one front end. A slot that nobody holds any more is passed over."""
         frontend = self._by_slot.get(slot)
         if frontend is not None:
-            self._send(frontend, batch)
+            self._send(frontend, message)
 
     def broadcast(self, status: EngineStatus) -> None:
         """The same status to every connected front end."""

@@ -14,12 +14,14 @@ import zmq
 
 from pagecast_scheduler.engine import run_state
 from pagecast_scheduler.engine.config import EngineConfig
+from pagecast_scheduler.engine.directory import Directory
 from pagecast_scheduler.engine.epochs import INTERNAL_SLOT, Epochs, Record, Stop
 from pagecast_scheduler.engine.frontends import Frontends
 from pagecast_scheduler.engine.intake import Intake
 from pagecast_scheduler.engine.link import Router
 from pagecast_scheduler.engine.logs import logger
 from pagecast_scheduler.engine.metrics import Metrics
+from pagecast_scheduler.engine.questions import QUESTIONS, Questions
 from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_scheduler.engine.workers import Lost, WorkerGroup
 from pagecast_wire.intake import EngineStatus, ServingState
@@ -63,7 +65,9 @@ class Engine:
         self._group = WorkerGroup(config, self._worker_router, self._incarnation)
         self._epochs = Epochs(config, self._group, state.epoch, record, now)
         self._frontends = Frontends(self._frontend_router, self._incarnation, state.next_slot, state.frontends)
-        self._intake = Intake(self._frontends, self._epochs, record)
+        self._directory = Directory(round(config.resume_grace_s * SECOND), round(config.resume_retention_s * SECOND))
+        self._intake = Intake(self._frontends, self._epochs, self._directory, record)
+        self._questions = Questions(self._epochs, self._intake, self._directory)
         self._metrics = Metrics(config.metrics_port) if config.metrics_port is not None else None
         self._poller = zmq.Poller()
         self._watched: set[int] = set()
@@ -121,8 +125,9 @@ class Engine:
     def _timeout_ms(self, now: int) -> int:
         """Until the next thing that happens by itself. Whatever arrives ends the wait at once."""
         until = self._next_tick
-        if self._epochs.core is not None and self._group.is_open:
-            wakeup = self._epochs.core.next_wakeup(now)
+        if self._epochs.core is not None and not self._intake.is_holding:
+            core = self._epochs.core
+            wakeup = core.next_wakeup(now) if self._group.is_open else core.next_limit()
             if wakeup is not None:
                 until = min(until, max(wakeup, now + 1))
         return max(0, -(-(until - now) // 1000))
@@ -147,7 +152,7 @@ class Engine:
         self._advance_epoch(now)
         if not self._intake.is_holding:
             self._epochs.plan(now)
-        self._flush()
+        self._flush(now)
         if now >= self._next_tick:
             self._tick(now)
         self._send_status(now)
@@ -168,7 +173,11 @@ class Engine:
     def _receive_frontends(self, now: int) -> None:
         for identity, message in self._frontend_router.receive():
             sender = self._frontends.receive(identity, message, now)
-            if sender is not None:
+            if sender is None:
+                continue
+            if isinstance(message, QUESTIONS):
+                self._frontends.send(sender.slot, self._questions.answer(message, now))
+            else:
                 self._intake.take(sender, message, now)
 
     def _receive_deaths(self, ready: set[object], now: int) -> None:
@@ -194,12 +203,12 @@ class Engine:
         if self._epochs.may_open(now) and not self._intake.is_holding:
             self._epochs.open(now)
 
-    def _flush(self) -> None:
-        for slot, batch in self._intake.take_batches():
+    def _flush(self, now: int) -> None:
+        for slot, batch in self._intake.take_batches(now):
             if slot == INTERNAL_SLOT:
                 self._epochs.take_own(batch)
                 continue
-            self._frontends.send_batch(slot, batch)
+            self._frontends.send(slot, batch)
             if self._metrics is not None:
                 self._metrics.observe(batch)
 
@@ -209,6 +218,7 @@ class Engine:
         self._epochs.watch(now)
         for slot in self._frontends.take_vanished(now):
             self._intake.drop(slot, now)
+        self._intake.expire(now)
         self._collect_garbage(now)
         if self._metrics is not None:
             self._metrics.update(self._status(now), self._group, self._frontends, self._epochs.limits, self._num_dropped())

@@ -3,8 +3,8 @@
 The core is deterministic: the same inputs at the same microseconds give the same plans. So every call that can change it must be
 recorded, in order and with its `now`:
 
-    control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {}, drop_frontend {slot}, and before
-             an abort {key} of the engine's own
+    control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {}, drop_frontend {slot, spared},
+             reset_prefix_cache {}, before an expire {} outside plan_step, and before an abort {key, reason} that no front end asked for
     arrival  before submit, abort, stop_at or pause, with the front end's message
     plan     after every plan_step, also when it returned None: an attempt may end requests whose time has run out
     result   before apply_result

@@ -18,6 +18,7 @@ from pagecast_scheduler.engine.recorder import LENGTH, MAGIC
 from pagecast_wire.codec import WIRE_DIGEST, WireError, decode, view_u32
 from pagecast_wire.intake import Abort, Pause, StopAt, Submit
 from pagecast_wire.plan import StepPlan
+from pagecast_wire.sampling import FinishReason
 
 
 class RecordingError(ValueError):
@@ -145,9 +146,13 @@ def _feed(scheduler: Scheduler, at: int, kind: str, body: Any, result: Replay) -
         case "fail_epoch":
             scheduler.fail_epoch(at)
         case "drop_frontend":
-            scheduler.drop_frontend(body["slot"], at)
+            scheduler.drop_frontend(body["slot"], at, body.get("spared", ()))
         case "abort":
-            scheduler.abort(body["key"], at)
+            scheduler.abort(body["key"], at, FinishReason(body.get("reason", FinishReason.CANCELLED)))
+        case "expire":
+            scheduler.expire(at)
+        case "reset_prefix_cache":
+            scheduler.reset_prefix_cache()
         case _:
             raise RecordingError(f"unknown entry {kind!r}")
 

@@ -46,6 +46,7 @@ class FrontendConfig:
     drain_announce_s: float = 5.0
     drain_timeout_s: float = 30.0
     slow_consumer_timeout_s: float = 60.0
+    max_detach_grace_s: float = 300.0
     log_format: str = "auto"
     log_level: str = "info"
 
@@ -64,6 +65,8 @@ def check(config: FrontendConfig) -> str | None:
         return f"port must be 0 to 65535, not {config.port}"
     if config.max_message_bytes < 4096:
         return f"max_message_bytes must be at least 4096, not {config.max_message_bytes}"
+    if not 0 <= config.max_detach_grace_s <= 86_400:
+        return f"max_detach_grace_s must be 0 to 86400, not {config.max_detach_grace_s}"
     if config.index < 0:
         return f"index must be 0 or more, not {config.index}"
     return _check_listeners(config) or _check_limits(config)

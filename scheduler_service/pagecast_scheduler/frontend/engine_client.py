@@ -21,6 +21,7 @@ from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.quotas import Quotas
 from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
+from pagecast_wire.control import Attach, Attached, CancelReport, Leave, NotNow
 from pagecast_wire.intake import (
     KEY_BITS,
     Abort,
@@ -34,6 +35,7 @@ from pagecast_wire.intake import (
     Ready,
     RejectReason,
     ServingState,
+    Submit,
 )
 
 log = structlog.get_logger("pagecast.frontend")
@@ -42,6 +44,8 @@ TICK_S = 0.25
 PING_S = 1.0
 SILENT_AFTER_S = 5.0
 """The scheduler sends a status at least every second; after so long without any it counts as lost."""
+ANSWER_S = 10.0
+"""The scheduler answers a question between two steps; after so long it counts as busy with something worse."""
 LOST_AFTER_S = 60.0
 """Open streams wait so long for a scheduler to come back."""
 MAX_READS = 64
@@ -56,11 +60,14 @@ class EngineClient:
         self.status: EngineStatus | None = None
         self.refused: str | None = None
         self.on_change: Callable[[], None] = lambda: None
-        self.calls: dict[RequestStream, float] = {}  # every call being answered, with its progress interval
+        self.calls: dict[RequestStream, None] = {}  # every call being answered
+        self.rebuild: Callable[[RequestStream, Attached], None] = lambda stream, attached: None  # shows a stream what it joined
         self._address = address
         self._slow_consumer_timeout_s = slow_consumer_timeout_s
         self._live: dict[int, RequestStream] = {}  # requests that the scheduler has, by key
         self._incarnation = secrets.token_hex(8)
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._tickets = 0
         self._next = 0
         self._slot = -1
         self._hello_due = True
@@ -105,35 +112,57 @@ class EngineClient:
         self._socket.close(0)
         self._context.term()
 
-    def open(self, stream: RequestStream, progress_interval_s: float) -> None:
-        """Gives the request its key and submits it. Raises Refusal when there is no scheduler to take it."""
+    def open(self, stream: RequestStream, opening: Submit | Attach) -> None:
+        """Gives the request its key and sends `opening`, a Submit or an Attach. Raises Refusal when there is no scheduler to take it."""
+        request = stream.request
+        num_output = 0 if isinstance(opening, Attach) else opening.stop.max_output_tokens * len(stream.sequences)
+        stream.lease = self._quotas.admit(request.principal, stream, request.num_prompt_tokens, num_output)
+        stream.key = self._new_key()
+        try:
+            self._send_now(msgspec.structs.replace(opening, key=stream.key))
+        except Refusal:
+            stream.lease.end(0)
+            raise
+        self._live[stream.key] = stream
+        self.calls[stream] = None
+
+    def _send_now(self, message: msgspec.Struct) -> None:
+        """Sends what only a scheduler that is there now may get. Raises Refusal."""
         if self.welcome is None:
             raise Refusal(Reason.STARTING)
         if not self.is_connected:
             raise Refusal(Reason.RECOVERING)
-        request = stream.request
-        stop = request.submit.stop
-        stream.lease = self._quotas.admit(
-            request.principal, stream, request.num_prompt_tokens, stop.max_output_tokens * len(stream.sequences)
-        )  # fmt: skip
-        stream.key = self._new_key()
-        submit = msgspec.structs.replace(stream.request.submit, key=stream.key)
         try:
-            self._socket.send(encode(submit), zmq.NOBLOCK)
+            self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            stream.lease.end(0)
             raise Refusal(Reason.RECOVERING) from None
-        self._live[stream.key] = stream
-        self.calls[stream] = progress_interval_s
         self._read_soon()
 
     def finish(self, stream: RequestStream) -> None:
-        """The call is over, however it ended: one abort, unless the scheduler has ended the request."""
+        """The call is over, however it ended: one word to the scheduler, unless that has ended the request."""
         self.calls.pop(stream, None)
         if stream.lease is not None:
             stream.lease.end(stream.num_used)
         if self._live.pop(stream.key, None) is not None:
-            self.send(Abort(keys=(stream.key,)))
+            keys, grace_ms = (stream.key,), stream.leave_grace_ms
+            self.send(Leave(keys, grace_ms) if grace_ms else Abort(keys))
+
+    async def ask(self, question: msgspec.Struct) -> Any:
+        """The scheduler's answer to a question, whose ticket is given here. Raises Refusal when there is none to be had."""
+        self._tickets += 1
+        ticket = self._tickets
+        answer = self._questions[ticket] = self._loop.create_future()
+        try:
+            self._send_now(msgspec.structs.replace(question, ticket=ticket))
+            async with asyncio.timeout(ANSWER_S):
+                told = await answer
+        except TimeoutError:
+            raise Refusal(Reason.RECOVERING) from None
+        finally:
+            del self._questions[ticket]
+        if isinstance(told, NotNow):
+            raise Refusal(Reason.STARTING)
+        return told
 
     def send(self, message: msgspec.Struct) -> None:
         """Sends, or keeps for later while the scheduler is slow; while it is gone a resubmission will say it instead."""
@@ -190,9 +219,29 @@ class EngineClient:
             case HelloWanted():
                 self._hello_due = True
                 self._hello()
+            case Attached():
+                self._on_attached(message)
+            case CancelReport() | NotNow():
+                self._on_answer(message)
             case FrontendRefused():
                 self.refused = message.reason
                 self.on_change()
+
+    def _on_answer(self, answer: Any) -> None:
+        waiting = self._questions.get(answer.ticket)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _on_attached(self, attached: Attached) -> None:
+        stream = self._live.get(attached.submit.key)
+        if stream is None:
+            return
+        try:
+            self.rebuild(stream, attached)
+        except Exception:
+            self._on_bug(stream)
+        if stream.is_done and stream.failure is None:
+            del self._live[attached.submit.key]
 
     def _on_batch(self, batch: FrontendBatch) -> None:
         live = self._live
@@ -304,8 +353,8 @@ class EngineClient:
                 self._socket.send(encode(FrontendPing(slot=self._slot)), zmq.NOBLOCK)
             except zmq.Again:
                 pass
-        for stream, interval_s in list(self.calls.items()):
-            stream.watch(now, interval_s, self._slow_consumer_timeout_s)
+        for stream in list(self.calls):
+            stream.watch(now, self._slow_consumer_timeout_s)
         if self.welcome is not None and now - self._last_heard > LOST_AFTER_S:
             self.fail_all(Reason.SCHEDULER_LOST)
         self.on_change()

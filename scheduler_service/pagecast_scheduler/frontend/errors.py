@@ -30,6 +30,7 @@ class Reason(Enum):
     CONSTRAINT_INVALID = (_CODE.INVALID_ARGUMENT, "the constraint cannot be enforced")
     MODEL_UNKNOWN = (_CODE.NOT_FOUND, "no such model is served here")
     SERVICE_UNKNOWN = (_CODE.NOT_FOUND, "no such service is served here")
+    REQUEST_UNKNOWN = (_CODE.NOT_FOUND, "no such request is open or kept here")
     REQUEST_ID_IN_USE = (_CODE.ALREADY_EXISTS, "a live request already has this request_id")
     FEATURE_DISABLED = (_CODE.FAILED_PRECONDITION, "the model does not support this")
     TOKEN_MISSING = (_CODE.UNAUTHENTICATED, "a bearer token or a client certificate that is known here is needed")
@@ -51,7 +52,9 @@ class Reason(Enum):
     SCHEDULER_LOST = (_CODE.UNAVAILABLE, "the scheduler was lost and did not come back in time")
     DEADLINE_UNREACHABLE = (_CODE.DEADLINE_EXCEEDED, "the deadline cannot be met")
     DEADLINE_PASSED = (_CODE.DEADLINE_EXCEEDED, "the deadline has passed")
-    BY_ADMIN = (_CODE.CANCELLED, "the request was cancelled by the server")
+    BY_CLIENT = (_CODE.CANCELLED, "another call of the same caller took the request with it")
+    BY_API = (_CODE.CANCELLED, "the request was cancelled by CancelGeneration")
+    BY_ADMIN = (_CODE.CANCELLED, "the request was cancelled by an operator")
     NUMERIC_FAULT = (_CODE.INTERNAL, "the model produced no valid number for this request")
     POISON_REQUEST = (_CODE.INTERNAL, "the request repeatedly brought a worker down")
     CONSTRAINT_FAILED = (_CODE.INVALID_ARGUMENT, "the request's constraint or token rules cannot be followed")
@@ -92,11 +95,15 @@ OF_REJECT: dict[RejectReason, Reason] = {
     RejectReason.QUEUE_TIME_EXCEEDED: Reason.QUEUE_TIME_EXCEEDED,
     RejectReason.DUPLICATE_KEY: Reason.BUG,
     RejectReason.INVALID: Reason.FIELD_VIOLATION,
+    RejectReason.REQUEST_ID_IN_USE: Reason.REQUEST_ID_IN_USE,
+    RejectReason.REQUEST_UNKNOWN: Reason.REQUEST_UNKNOWN,
 }
 """One row per way the scheduler refuses a submit."""
 
 OF_FINISH: dict[FinishReason, Reason] = {
-    FinishReason.CANCELLED: Reason.BY_ADMIN,
+    FinishReason.CANCELLED: Reason.BY_CLIENT,
+    FinishReason.CANCELLED_BY_API: Reason.BY_API,
+    FinishReason.CANCELLED_BY_ADMIN: Reason.BY_ADMIN,
     FinishReason.DEADLINE_EXCEEDED: Reason.DEADLINE_PASSED,
     FinishReason.QUEUE_TIME_EXCEEDED: Reason.QUEUE_TIME_EXCEEDED,
     FinishReason.NUMERIC_FAULT: Reason.NUMERIC_FAULT,
@@ -180,6 +187,11 @@ class Refusal(Exception):
 def field_violation(path: str, description: str) -> Refusal:
     """A refusal for one bad field."""
     return Refusal(Reason.FIELD_VIOLATION, violations=(Violation(path, description),))
+
+
+def future_offset(index: int, offset: int, known: int) -> Refusal:
+    """A refusal for a resume cursor beyond what exists."""
+    return field_violation(f"cursors[{index}].next_token_offset", f"must be at most the {known} tokens that there are, not {offset}")
 
 
 def model_unknown(name: str) -> Refusal:

@@ -66,16 +66,22 @@ def timings_of(usages: list[Usage]) -> pb.Timings:
     timings.queue.FromMicroseconds(max(u.queue_us for u in usages))
     timings.first_token.FromMicroseconds(max(u.first_token_us for u in usages))
     timings.total.FromMicroseconds(max(u.total_us for u in usages))
+    timings.prefill.FromMicroseconds(max(max(0, u.first_token_us - u.queue_us) for u in usages))
+    timings.decode.FromMicroseconds(max(u.total_us - u.first_token_us if u.first_token_us else 0 for u in usages))
     return timings
 
 
 class EventWriter:
     """Turns what a stream has gathered into numbered events."""
 
-    def __init__(self, stream: RequestStream, token_bytes: Bytes = None) -> None:
-        """token_bytes: what each id stands for, for log-probability records."""
+    def __init__(
+        self, stream: RequestStream, token_bytes: Bytes = None, response: type = pb.GenerateStreamResponse, retention_ms: int = 0
+    ) -> None:
+        """token_bytes: what each id stands for, for log-probability records. response: the message that carries an event here."""
         self._stream = stream
         self._bytes = token_bytes
+        self._response = response
+        self._retention_ms = retention_ms
         self.last_seq = 0
 
     def accepted(self) -> pb.GenerateStreamResponse:
@@ -89,6 +95,8 @@ class EventWriter:
             queue_position=self._stream.queue_position or 0,
             effective=effective(request),
         )
+        if self._retention_ms:
+            event.resume_retention.FromMilliseconds(self._retention_ms)
         return self._next(accepted=event)
 
     def gathered(self, now: float) -> list[pb.GenerateStreamResponse]:
@@ -98,9 +106,12 @@ class EventWriter:
         for sequence in stream.sequences:
             if sequence.is_reported:
                 continue
-            output = sequence.take()
-            if not output.is_empty:
-                events += self._tokens(sequence.index, output)
+            while True:
+                output = sequence.take(stream.delivery.max_tokens)
+                if not output.is_empty:
+                    events += self._tokens(sequence.index, output)
+                if sequence.is_delivered:
+                    break
             if sequence.finished is not None:
                 sequence.is_reported = True
                 events.append(self._sequence_finished(sequence))
@@ -114,7 +125,7 @@ class EventWriter:
 
     def _next(self, **event: object) -> pb.GenerateStreamResponse:
         self.last_seq += 1
-        return pb.GenerateStreamResponse(event=pb.StreamEvent(seq=self.last_seq, **event))  # type: ignore[arg-type]
+        return self._response(event=pb.StreamEvent(seq=self.last_seq, **event))  # type: ignore[arg-type]
 
     def _prompt(self) -> list[pb.GenerateStreamResponse]:
         """Log-probabilities of prompt tokens that have come."""
@@ -131,7 +142,8 @@ class EventWriter:
         is_plain = not (output.logprobs or parsed.reasoning or parsed.calls)
         if is_plain and not (ids or text):
             return []
-        event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first, token_ids=ids, text=text)
+        count = len(output.ids)
+        event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first, token_ids=ids, text=text, num_tokens=count)
         if output.logprobs:
             event.logprobs.extend(output_records(output.ids, output.logprobs, self._bytes))
         if spec.want_text and not is_plain:
@@ -209,3 +221,10 @@ def _show(shown: pb.GeneratedSequence, request: PreparedRequest, output: Output,
             shown.tool_calls[piece.index].arguments += piece.arguments
     if output.logprobs:
         shown.logprobs.extend(output_records(output.ids, output.logprobs, token_bytes))
+
+
+def server_timing(stream: RequestStream) -> str:
+    """What the phases of a finished stream cost, in milliseconds, in the format of the Server-Timing header."""
+    timings = timings_of([sequence.result()[3] for sequence in stream.sequences])
+    phases = {name: getattr(timings, name).ToMicroseconds() / 1000 for name in ("queue", "prefill", "decode", "total")}
+    return ", ".join(f"{name};dur={value:g}" for name, value in phases.items())

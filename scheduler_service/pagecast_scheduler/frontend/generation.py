@@ -16,17 +16,20 @@ from pagecast_scheduler.frontend import call_context
 from pagecast_scheduler.frontend.answer_parser import AnswerPlan, plan_answer
 from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
 from pagecast_scheduler.frontend.constraints import constraint_of, constraint_path
-from pagecast_scheduler.frontend.errors import Reason, Refusal
-from pagecast_scheduler.frontend.events import EventWriter, whole_answer
+from pagecast_scheduler.frontend.delivery import check_delivery
+from pagecast_scheduler.frontend.errors import Reason, Refusal, field_violation
+from pagecast_scheduler.frontend.events import EventWriter, server_timing, whole_answer
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.namespace import derive
 from pagecast_scheduler.frontend.principals import Principal
+from pagecast_scheduler.frontend.resuming import digest_of, pack, unknown_yet, unpack
 from pagecast_scheduler.frontend.sampling_rules import check_something_allowed, with_bad_words
 from pagecast_scheduler.frontend.service_state import ServiceState
-from pagecast_scheduler.frontend.streams import PreparedRequest, RequestStream, output_sequences
-from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, progress_interval_s
+from pagecast_scheduler.frontend.streams import Cursor, Delivery, PreparedRequest, RequestStream, output_sequences
+from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, is_request_id
 from pagecast_wire import pack_u32, view_u32
-from pagecast_wire.intake import Submit
+from pagecast_wire.control import Attach, Attached, CancelRequests
+from pagecast_wire.intake import Identity, Submit
 from pagecast_wire.sampling import SamplingParams, StopRules
 
 log = structlog.get_logger("pagecast.frontend")
@@ -48,18 +51,35 @@ def priority_of(spec: Any, checked: CheckedSpec, call: call_context.Call) -> int
     return wanted
 
 
+def checked_request_id(text: str, max_length: int) -> str:
+    """The id of a request that is to be found. Raises Refusal for what no request can be called."""
+    if not is_request_id(text, max_length):
+        raise field_violation("request_id", f"must be 1 to {max_length} printable ASCII characters without spaces")
+    return text
+
+
+def cursors_of(request: Any) -> dict[int, Cursor]:
+    """Where a resume begins in each sequence. Raises Refusal for a sequence that is named twice."""
+    cursors: dict[int, Cursor] = {}
+    for i, cursor in enumerate(request.cursors):
+        if cursor.sequence_index in cursors:
+            raise field_violation(f"cursors[{i}].sequence_index", f"must be given once each, not {cursor.sequence_index} twice")
+        cursors[cursor.sequence_index] = Cursor(cursor.next_token_offset, cursor.text_bytes if cursor.HasField("text_bytes") else None)
+    return cursors
+
+
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Generate and GenerateStream."""
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
         self._engine = state.engine
-        self._ids_in_use: set[tuple[str, str]] = set()  # (principal, request id)
+        self._engine.rebuild = self._rebuild
 
     async def Generate(self, request: Any, context: Any) -> pb.GenerateResponse:
         """The whole result in one answer."""
         prepared = await self._prepare(request.spec, context)
-        stream = self._open(prepared, False, 0.0)
+        stream = self._open(prepared, False, Delivery())
         try:
             await self._until_accepted(stream, context)
             while not stream.is_done:
@@ -77,26 +97,58 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Events as they come; errors end the call and tell how far it got."""
-        interval_s = progress_interval_s(request.delivery, self._state.limits())
+        delivery = check_delivery(request.delivery, self._state.limits(), self._state.config.max_detach_grace_s)
         prepared = await self._prepare(request.spec, context)
-        stream = self._open(prepared, True, interval_s)
-        writer = EventWriter(stream, self._state.prompts.tokenizer.token_bytes)
+        await self._answer(self._open(prepared, True, delivery), pb.GenerateStreamResponse, context)
+
+    async def ResumeStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        """Events from the caller's cursors on, of a stream that any front end began."""
+        limits = self._state.limits()
+        delivery = check_delivery(request.delivery, limits, self._state.config.max_detach_grace_s)
+        call = call_context.current()
+        call.request_id = checked_request_id(request.request_id, limits.max_request_id_length)
+        attach = Attach(0, call.principal.name, call.request_id)
+        prepared, sequences = unknown_yet(attach, call.principal)
+        stream = RequestStream(prepared, sequences, self._engine.send, True, delivery, attach, cursors_of(request))
+        self._engine.open(stream, attach)
+        await self._answer(stream, pb.ResumeStreamResponse, context)
+
+    async def CancelGeneration(self, request: Any, context: Any) -> pb.CancelGenerationResponse:
+        """Ends a request of the same principal, whichever front end it is read through."""
+        call = call_context.current()
+        request_id = checked_request_id(request.request_id, self._state.limits().max_request_id_length)
+        report = await self._engine.ask(CancelRequests(0, (request_id,), call.principal.name))
+        if report.cancelled:
+            return pb.CancelGenerationResponse(result=pb.CANCEL_RESULT_CANCELLED)
+        if report.finished:
+            return pb.CancelGenerationResponse(result=pb.CANCEL_RESULT_ALREADY_FINISHED)
+        raise Refusal(Reason.REQUEST_UNKNOWN, resource=("pagecast.v1.Request", request_id))
+
+    async def _answer(self, stream: RequestStream, response: type, context: Any) -> None:
+        """Writes a whole stream as messages of type `response`."""
+        welcome = self._engine.welcome
+        retention_ms = welcome.limits.retention_ms if welcome is not None else 0
+        writer = EventWriter(stream, self._state.prompts.tokenizer.token_bytes, response, retention_ms)
         try:
             await self._until_accepted(stream, context)
             await self._write(stream, context, [writer.accepted()])
             await self._deliver(stream, writer, context)
+            context.set_trailing_metadata((("server-timing", server_timing(stream)),))
         except asyncio.CancelledError:
             if stream.failure is None:
+                stream.leave_grace_ms = round(1000 * stream.delivery.detach_grace_s)
                 raise
-            raise _with_progress(stream, writer) from None
+            raise self._with_progress(stream, writer) from None
         except Refusal:
-            raise _with_progress(stream, writer) from None
+            raise self._with_progress(stream, writer) from None
         finally:
             self._finish(stream)
 
     async def _deliver(self, stream: RequestStream, writer: EventWriter, context: Any) -> None:
         """First token at once; afterwards whatever has gathered while the previous write was under way."""
         while not all(sequence.is_reported for sequence in stream.sequences):
+            if stream.delivery.flush_interval_s:
+                await stream.gather()
             if not stream.has_output():
                 await stream.wait()
             if stream.failure is not None:
@@ -119,20 +171,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             raise stream.failure
         await context.send_initial_metadata((("x-request-id", stream.request.request_id),))
 
-    def _open(self, prepared: PreparedRequest, is_streaming: bool, interval_s: float) -> RequestStream:
+    def _open(self, prepared: PreparedRequest, is_streaming: bool, delivery: Delivery) -> RequestStream:
         """Submits. From here to the handler's `finally` there is no await, so an opened stream is always finished."""
+        submit = prepared.submit
+        submit = msgspec.structs.replace(submit, identity=msgspec.structs.replace(submit.identity, keep=is_streaming))
+        prepared = dataclasses.replace(prepared, submit=submit)
         sequences = output_sequences(prepared, self._state.prompts.tokenizer)
-        stream = RequestStream(prepared, sequences, self._engine.send, is_streaming)
-        name = (prepared.principal.name, prepared.request_id)
-        if name in self._ids_in_use:
-            raise Refusal(Reason.REQUEST_ID_IN_USE, resource=("pagecast.v1.Request", prepared.request_id))
-        self._engine.open(stream, interval_s or float("inf"))
-        self._ids_in_use.add(name)
+        stream = RequestStream(prepared, sequences, self._engine.send, is_streaming, delivery)
+        self._engine.open(stream, submit)
         return stream
+
+    def _rebuild(self, stream: RequestStream, attached: Attached) -> None:
+        """The scheduler says that a stream reads a request which was there before."""
+        left = attached.submit.deadline_ms
+        prepared = unpack(attached, None if left < 0 else time.monotonic() + left / 1000, stream.request.principal)
+        stream.on_attached(attached, prepared, output_sequences(prepared, self._state.prompts.tokenizer))
 
     def _finish(self, stream: RequestStream) -> None:
         self._engine.finish(stream)
-        self._ids_in_use.discard((stream.request.principal.name, stream.request.request_id))
         # The one line that ties a caller's id to the key that the scheduler's log knows. Counts only, never what was said.
         log.debug(
             "request ended", request_id=stream.request.request_id, key=stream.key, prompt_tokens=stream.request.num_prompt_tokens,
@@ -159,6 +215,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         submit = self._submit(checked, prompt, max_output_tokens, deadline, call.principal)
         welcome = state.engine.welcome
         digest = welcome.model.digest if welcome is not None else ""
+        view = pack(state.model_name, digest, checked, answer)
+        submit = msgspec.structs.replace(submit, identity=Identity(call.principal.name, request_id, digest_of(spec), view, spec.attach))
         return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline, call.principal, answer)
 
     async def _tokens_of(self, spec: Any, checked: CheckedSpec, limits: Limits) -> tuple[CheckedSpec, Sequence[int], AnswerPlan]:
@@ -214,17 +272,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             bypass_prefix_cache=checked.bypass_prefix_cache or checked.sampling.num_prompt_logprobs >= 0,
         )
 
-
-def _with_progress(stream: RequestStream, writer: EventWriter) -> Refusal:
-    """The stream's failure, telling what the caller has: emitted_tokens is the billing truth, the rest is usage as it stands."""
-    failure = stream.failure
-    assert failure is not None
-    failure.metadata = {
-        **failure.metadata,
-        **stream.usage_so_far(),
-        "request_id": stream.request.request_id,
-        "emitted_tokens": str(stream.num_emitted),
-        "last_seq": str(writer.last_seq),
-        "resumable": "false",
-    }
-    return failure
+    def _with_progress(self, stream: RequestStream, writer: EventWriter) -> Refusal:
+        """The stream's failure, telling what the caller has: emitted_tokens is the billing truth, the rest is usage as it stands; and
+        whether the request goes on for somebody to resume it."""
+        failure = stream.failure
+        assert failure is not None
+        if failure.reason is Reason.DRAIN_TIMEOUT and self._engine.welcome is not None:
+            stream.leave_grace_ms = self._engine.welcome.limits.front_end_grace_ms
+        elif failure.reason is Reason.SLOW_CONSUMER:
+            stream.leave_grace_ms = round(1000 * stream.delivery.detach_grace_s)
+        failure.metadata = {
+            **failure.metadata,
+            **stream.usage_so_far(),
+            "request_id": stream.request.request_id,
+            "emitted_tokens": str(stream.num_emitted),
+            "last_seq": str(writer.last_seq),
+            "resumable": "true" if stream.leave_grace_ms else "false",
+        }
+        return failure

@@ -99,7 +99,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 answer = await behaviour(request, context)
                 code = "OK"
                 if self._load_trailer is not None and method.startswith(_ANSWERS):
-                    context.set_trailing_metadata((self._load_trailer(),))
+                    context.set_trailing_metadata((*(context.trailing_metadata() or ()), self._load_trailer()))
                 return answer
             except grpc.aio.AbortError:
                 code = _code_name(context)

@@ -4,6 +4,7 @@ Ids stay packed until somebody wants text. Text, log-probabilities and typed par
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -44,7 +45,9 @@ class OutputSequence:
         self._eager = eager
         self._parser = parser
         self._logprobs: list[TokenLogprobs] = []
-        self._text: list[str] = []
+        self._text: list[tuple[int, str]] = []  # (tokens up to the end of which it was released, text)
+        self._ahead = ""  # text that a resuming reader lacks although it has the tokens
+        self._bytes_to_drop = 0  # text that it has beyond its tokens
         self._keep: int | None = None
 
     @property
@@ -87,7 +90,11 @@ class OutputSequence:
     def _advance(self, start: int) -> bool:
         detokenizer = self._detokenizer
         assert detokenizer is not None
-        self._text.append(detokenizer.push(self.ids[start:]))
+        for end in range(start, len(self.ids)):
+            if text := detokenizer.push(self.ids[end : end + 1]):
+                self._text.append((end + 1, text))
+            if detokenizer.matched is not None:
+                break
         return self._note_match()
 
     def _note_match(self) -> bool:
@@ -102,26 +109,58 @@ class OutputSequence:
         """The scheduler says that the sequence is over."""
         self.finished = finished
 
-    def take(self) -> Output:
-        """What has not been delivered yet, now counted as delivered."""
+    @property
+    def is_delivered(self) -> bool:
+        """Whether all tokens received so far are delivered."""
+        return self.num_delivered >= self.num_output_tokens
+
+    def take(self, limit: int = 0) -> Output:
+        """What has not been delivered yet, of at most `limit` tokens (0: all), now counted as delivered."""
         first, end = self.num_delivered, self.num_output_tokens
+        if limit:
+            end = min(end, first + limit)
         ids = self.ids[first:end]
         self.num_delivered = end
         if self._detokenizer is not None:
             if not self._eager:
-                self._text.append(self._detokenizer.push(ids))
-            if self.finished is not None:
-                self._text.append(self._detokenizer.flush())
+                self._text.append((end, self._detokenizer.push(ids)))
+            if self.finished is not None and self.is_delivered:
+                self._text.append((end, self._detokenizer.flush()))
                 self._note_match()
-        text = "".join(self._text)
-        self._text.clear()
-        return Output(first, ids, self._parsed(text), self._logprobs[first:end])
+        released = len(self._text) if self.is_delivered else sum(at <= end for at, _ in self._text)
+        text = "".join(piece for _, piece in self._text[:released])
+        del self._text[:released]
+        parsed = self._parsed(text)
+        if self._ahead or self._bytes_to_drop:
+            parsed.text = self._fit_to_reader(parsed.text)
+        return Output(first, ids, parsed, self._logprobs[first:end])
+
+    def skip(self, text_bytes: int | None) -> None:
+        """A resuming reader has all tokens received so far. text_bytes: how much text it has; None: what those tokens release."""
+        have = self.take().parsed.text.encode()
+        if text_bytes is not None:
+            self._ahead = have[text_bytes:].decode(errors="ignore")
+            self._bytes_to_drop = max(0, text_bytes - len(have))
+
+    def _fit_to_reader(self, text: str) -> str:
+        data = (self._ahead + text).encode()
+        dropped = min(len(data), self._bytes_to_drop)
+        self._ahead = ""
+        self._bytes_to_drop -= dropped
+        return data[dropped:].decode(errors="ignore")
+
+    def receive_earlier_logprobs(self, records: Sequence[TokenLogprobs]) -> None:
+        """Records kept for a reader that resumes. There are none of tokens from before a scheduler was lost: NaN stands for them."""
+        for record in records:
+            while len(self._logprobs) < record.offset:
+                self._logprobs.append(TokenLogprobs(record.key, record.sequence, len(self._logprobs), float("nan")))
+            self.receive_logprobs(record)
 
     def _parsed(self, text: str) -> ParsedText:
         if self._parser is None:
             return ParsedText(text)
         parsed = self._parser.push(text)
-        if self.finished is not None:
+        if self.finished is not None and self.is_delivered:
             last = self._parser.flush()
             parsed = ParsedText(parsed.text + last.text, parsed.reasoning + last.reasoning, parsed.calls + last.calls)
         return parsed

@@ -14,18 +14,23 @@ import msgspec
 
 from pagecast_scheduler.frontend.answer_parser import AnswerParser, AnswerPlan
 from pagecast_scheduler.frontend.detokenizer import Detokenizer
-from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, of_finished, of_rejected
+from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, future_offset, of_finished, of_rejected
 from pagecast_scheduler.frontend.output_sequence import OutputSequence
 from pagecast_scheduler.frontend.principals import ANONYMOUS, Principal
 from pagecast_scheduler.frontend.prompt_logprobs import PromptRecords
 from pagecast_scheduler.frontend.quotas import Lease
 from pagecast_scheduler.frontend.tokenizer import Tokenizer
 from pagecast_scheduler.frontend.validation import CheckedSpec
+from pagecast_wire.control import Attach, Attached
 from pagecast_wire.intake import Finished, Pause, Phase, Progress, PromptLogprobs, Rejected, StopAt, Submit, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason
 
 PAUSE_ABOVE_TOKENS = 1024
 """Undelivered tokens of a stream at which its request is paused; it goes on when all of them are delivered."""
+
+
+MISTAKE_GRACE_MS = 10_000
+"""A resume that asks for what cannot be leaves the request time for a better one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,11 @@ class PreparedRequest:
     deadline: float | None
     principal: Principal = ANONYMOUS
     answer: AnswerPlan = field(default_factory=AnswerPlan)
+
+
+def prompt_records_of(request: PreparedRequest) -> PromptRecords | None:
+    """Where the prompt's log-probabilities gather, if they were asked for."""
+    return PromptRecords(request.submit) if request.submit.sampling.num_prompt_logprobs >= 0 else None
 
 
 def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[OutputSequence]:
@@ -64,6 +74,26 @@ def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[Out
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How much of a sequence a resuming reader has: tokens, and UTF-8 bytes of text where it says so."""
+
+    next_offset: int = 0
+    text_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one call wants its output. Times in seconds. max_tokens: of one event, 0 for no limit. detach_grace_s: how long the request
+    goes on without a reader, 0 to end with the call. pauses: whether an unread request is paused, not ended."""
+
+    progress_interval_s: float = float("inf")
+    flush_interval_s: float = 0.0
+    max_tokens: int = 0
+    detach_grace_s: float = 0.0
+    pauses: bool = True
+
+
 class RequestStream:
     """One open call. `send` puts a message on the scheduler's socket.
 
@@ -72,16 +102,22 @@ class RequestStream:
     """
 
     def __init__(
-        self, request: PreparedRequest, sequences: list[OutputSequence], send: Callable[[msgspec.Struct], None], is_streaming: bool
-    ) -> None:
+        self, request: PreparedRequest, sequences: list[OutputSequence], send: Callable[[msgspec.Struct], None], is_streaming: bool,
+        delivery: Delivery = Delivery(), attach_to: Attach | None = None, cursors: "dict[int, Cursor] | None" = None,
+    ) -> None:  # fmt: skip
+        """attach_to: this call resumes a request, of which `request` only says the id until the scheduler has told the rest."""
         self.request = request
+        self.delivery = delivery
+        self.leave_grace_ms = 0  # how long the request is to go on when this call is over
+        self._attach_to = attach_to
+        self._cursors = cursors or {}
         self.sequences = sequences
         self.key = -1
         self.queue_position: int | None = None
         self.failure: Refusal | None = None
         self.progress: Progress | None = None
         self.failed_usage: Usage | None = None
-        self.prompt_records = PromptRecords(request.submit) if request.submit.sampling.num_prompt_logprobs >= 0 else None
+        self.prompt_records = None if attach_to is not None else prompt_records_of(request)
         self.is_progress_due = False
         self.started = time.monotonic()
         self.last_write = self.started
@@ -90,6 +126,7 @@ class RequestStream:
         self.lease: Lease | None = None  # what the request holds of its principal's quota
         self._send = send
         self._is_paused = False
+        self._is_gathering = False
         self._reported_phase = Phase.QUEUED
         self._waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +134,9 @@ class RequestStream:
     @property
     def is_done(self) -> bool:
         """Whether the scheduler has nothing more to say about this request."""
-        return self.failure is not None or all(sequence.finished is not None for sequence in self.sequences)
+        return self.failure is not None or (
+            bool(self.sequences) and all(sequence.finished is not None for sequence in self.sequences)
+        )  # fmt: skip
 
     @property
     def is_queued(self) -> bool:
@@ -116,6 +155,7 @@ class RequestStream:
         if self.queue_position is None:
             return 0
         return self.request.num_prompt_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
+
     def usage_so_far(self) -> dict[str, str]:
         """Usage of a call that failed, as ErrorInfo metadata: what the scheduler counted at the end, else what arrived."""
         ends = [s.finished.usage for s in self.sequences if s.finished is not None]
@@ -135,9 +175,45 @@ class RequestStream:
             self.queue_position = queue_position
             self._wake()
 
+    def on_attached(self, attached: Attached, request: PreparedRequest, sequences: list[OutputSequence]) -> None:
+        """The request exists already: this call reads on from its cursors. Repeated when a scheduler came back, to fill what is missing."""
+        if self.queue_position is None:
+            self.request, self.sequences, self._attach_to = request, sequences, None
+            self.prompt_records = prompt_records_of(request)
+            self.started = time.monotonic() - attached.elapsed_ms / 1000
+        for index, sequence in enumerate(self.sequences):
+            sequence.receive_earlier_logprobs([record for record in attached.logprobs if record.sequence == index])
+        for part in attached.prompt_logprobs:
+            self.on_prompt_logprobs(part)
+        if self.queue_position is None and not self._begin_at_cursors(attached.submit.history):
+            self.leave_grace_ms = MISTAKE_GRACE_MS
+            return
+        for index, column in enumerate(attached.submit.history):
+            self.on_tokens(index, 0, memoryview(column))
+        for finished in attached.finished:
+            self.on_finished(finished)
+        self.on_accepted(attached.queue_position)
+
+    def _begin_at_cursors(self, outputs: tuple[bytes, ...]) -> bool:
+        """Passes over what the reader has. False, and the call has failed, if it says that it has what does not exist."""
+        for index, column in enumerate(outputs):
+            cursor, sequence = self._cursors.get(index, Cursor()), self.sequences[index]
+            if cursor.next_offset * 4 > len(column):
+                self.fail(future_offset(index, cursor.next_offset, len(column) // 4))
+                return False
+            if sequence.receive(0, memoryview(column)[: 4 * cursor.next_offset]):
+                self._send(StopAt(key=self.key, sequence=index, keep=sequence.num_output_tokens))
+            sequence.skip(cursor.text_bytes)
+            if cursor.next_offset and self.prompt_records is not None:
+                self.prompt_records.take()  # they come before the first token
+        return True
+
     def on_rejected(self, rejected: Rejected) -> None:
         """The scheduler refuses the request."""
-        self.fail(of_rejected(rejected))
+        refusal = of_rejected(rejected)
+        if refusal.reason in (Reason.REQUEST_ID_IN_USE, Reason.REQUEST_UNKNOWN):
+            refusal.resource = ("pagecast.v1.Request", self.request.request_id)
+        self.fail(refusal)
 
     def on_tokens(self, sequence: int, offset: int, tokens: memoryview) -> None:
         """New tokens of one sequence, packed u32."""
@@ -146,9 +222,16 @@ class RequestStream:
             self._send(StopAt(key=self.key, sequence=sequence, keep=output.num_output_tokens))
         if self.is_streaming:
             if not self._is_paused and len(output.ids) - output.num_delivered > PAUSE_ABOVE_TOKENS:
-                self._is_paused = True
-                self._send(Pause(key=self.key, paused=True))
-            self._wake()
+                self._on_unread()
+            if not self._is_gathering:
+                self._wake()
+
+    def _on_unread(self) -> None:
+        if self.delivery.pauses:
+            self._is_paused = True
+            self._send(Pause(key=self.key, paused=True))
+        else:
+            self.fail(Refusal(Reason.SLOW_CONSUMER))
 
     def on_logprobs(self, record: TokenLogprobs) -> None:
         """Log-probabilities of one output token; they come with the batch that brings the token."""
@@ -199,6 +282,20 @@ class RequestStream:
         finally:
             self._waiter = None
 
+    async def gather(self) -> None:
+        """Lets output gather for the call's flush interval since the last write; ends early with the stream."""
+        left = self.last_write + self.delivery.flush_interval_s - time.monotonic()
+        if left <= 0 or not self.num_emitted or self.is_done or self.is_progress_due:
+            return
+        self._is_gathering = True
+        try:
+            async with asyncio.timeout(left):
+                await self.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._is_gathering = False
+
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -218,17 +315,19 @@ class RequestStream:
             self._is_paused = False
             self._send(Pause(key=self.key, paused=False))
 
-    def watch(self, now: float, progress_interval_s: float, slow_consumer_timeout_s: float) -> None:
+    def watch(self, now: float, slow_consumer_timeout_s: float) -> None:
         """Periodic check: a quiet stream owes a progress event, a stuck reader loses its stream."""
         if self.writing_since is not None:
             if now - self.writing_since > slow_consumer_timeout_s:
                 self.fail(Refusal(Reason.SLOW_CONSUMER))
-        elif self.queue_position is not None and now - self.last_write >= progress_interval_s:
+        elif self.queue_position is not None and now - self.last_write >= self.delivery.progress_interval_s:
             self.is_progress_due = True
             self._wake()
 
     def resubmission(self, now: float) -> list[msgspec.Struct]:
         """Messages that bring this request back to a scheduler that lost it; empty when its output is complete already."""
+        if self._attach_to is not None:
+            return [msgspec.structs.replace(self._attach_to, key=self.key)]
         submit = self.request.submit
         if self._complete_locally(now):
             return []
@@ -239,6 +338,7 @@ class RequestStream:
             "deadline_ms": -1 if deadline is None else max(0, int((deadline - now) * 1000)),
             "time_budget_ms": -1 if submit.time_budget_ms < 0 else max(1, submit.time_budget_ms - int((now - self.started) * 1000)),
             "max_queue_ms": submit.max_queue_ms if self.queue_position is None else -1,
+            "identity": msgspec.structs.replace(submit.identity, join=True),  # another front end may have brought it back already
         }
         messages: list[msgspec.Struct] = [msgspec.structs.replace(submit, **changes)]
         if self._is_paused:

@@ -27,11 +27,11 @@ from pagecast_wire.intake import Priority
 from pagecast_wire.sampling import SamplingParams
 
 _PRIORITIES = {
+    generation_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
     generation_pb2.PRIORITY_BATCH: Priority.BATCH,
     generation_pb2.PRIORITY_NORMAL: Priority.NORMAL,
     generation_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
 }
-"""Unspecified and unknown values are NORMAL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ def check_spec(spec: Any, defaults: SamplingDefaults, seed: int, limits: Limits)
     if spec.request_id and not is_request_id(spec.request_id, limits.max_request_id_length):
         found.add("spec.request_id", f"must be at most {limits.max_request_id_length} printable ASCII characters without spaces")
     _input(spec, limits, found)
+    if spec.scheduling.priority not in _PRIORITIES:
+        found.add("spec.scheduling.priority", f"must be a Priority of this server's, not {spec.scheduling.priority}")
     sampling = sampling_of(spec.sampling, defaults, seed, limits, found)
     sampling = _with_logprobs(sampling, spec.output, limits, found)
     num_sequences = num_sequences_of(spec.sampling, limits, found)
@@ -165,21 +167,10 @@ def check_spec(spec: Any, defaults: SamplingDefaults, seed: int, limits: Limits)
         want_token_ids=optional(spec.output, "token_ids", True),
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         cache_scope=spec.cache.cache_scope,
-        priority=_PRIORITIES.get(spec.scheduling.priority, Priority.NORMAL),
+        priority=_PRIORITIES[spec.scheduling.priority],
         time_budget_ms=time_budget_ms,
         max_queue_ms=max_queue_ms,
     )
-
-
-def progress_interval_s(delivery: Any, limits: Limits, default: float = 15.0) -> float:
-    """Seconds of silence before a progress event. Raises Refusal when out of range."""
-    if not delivery.HasField("progress_interval"):
-        return default
-    seconds: float = delivery.progress_interval.seconds + delivery.progress_interval.nanos / 1e9
-    if not limits.min_progress_s <= seconds <= limits.max_progress_s:
-        text = f"must be {limits.min_progress_s:g} s to {limits.max_progress_s:g} s, not {seconds:g} s"
-        raise Refusal(Reason.FIELD_VIOLATION, violations=(Violation("delivery.progress_interval", text),))
-    return seconds
 
 
 def check_prompt_length(num_prompt_tokens: int, path: str, limits: Limits, *, is_least: bool = False) -> None:

@@ -1,0 +1,275 @@
+"""Who reads which request: requests by (owner, request id), their readers, and what is kept of those that ended.
+
+The core knows a request by one key. Here it gets any number of readers, each under a key of its front end's, so that any front end can
+join or resume what another began; a request without readers goes on for a granted time. Decides nothing about tokens.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pagecast_scheduler.core.request import NEVER, Request
+from pagecast_wire.control import Attached
+from pagecast_wire.intake import KEY_BITS, Finished, FrontendBatch, PromptLogprobs, Submit, TokenLogprobs
+
+MAX_KEPT = 4096
+MAX_KEPT_BYTES = 64 << 20
+"""Finished requests kept for late readers, and bytes of their tokens; beyond either the oldest are forgotten."""
+MAX_ORPHANS = 1024
+"""Live requests without a reader; one more ends the oldest of them."""
+MS = 1000
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One findable request. Times are absolute microseconds.
+
+    key: in the core. request: the core's, None once it has ended. readers: reader key -> whether it wants the request paused.
+    until: when it ends (live) or is forgotten (ended); NEVER while it has readers. tokens, ends: of an ended request.
+    """
+
+    submit: Submit
+    request: Request | None
+    position: int
+    accepted_at: int
+    readers: dict[int, bool] = field(default_factory=dict)
+    until: int = NEVER
+    tokens: tuple[bytes, ...] = ()
+    ends: tuple[Finished, ...] = ()
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def key(self) -> int:
+        return self.submit.key
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.submit.identity.owner, self.submit.identity.request_id
+
+    @property
+    def num_bytes(self) -> int:
+        records = sum(len(r.top_ids) + len(r.top_logprobs) + 64 for r in self.logprobs)
+        records += sum(len(p.logprobs) + len(p.top_ids) + len(p.top_logprobs) for p in self.prompt_logprobs)
+        return len(self.submit.prompt) + len(self.submit.identity.spec) + sum(map(len, self.tokens)) + records
+
+
+class Directory:
+    """Every findable request. grace_us: for requests whose front end died. retention_us: for ended requests."""
+
+    def __init__(self, grace_us: int, retention_us: int) -> None:
+        self._grace_us = grace_us
+        self._retention_us = retention_us
+        self._by_name: dict[tuple[str, str], Entry] = {}
+        self._by_key: dict[int, Entry] = {}  # live ones, by the core's key
+        self._reads: dict[int, Entry] = {}  # by reader key
+        self._relayed: dict[int, Entry] = {}  # live ones whose readers are not just the front end that the core tells
+        self._orphans: dict[int, Entry] = {}  # live ones without readers, oldest first
+        self._kept: OrderedDict[int, Entry] = OrderedDict()
+        self._kept_bytes = 0
+
+    def find(self, owner: str, request_id: str) -> Entry | None:
+        """The live or kept request of this name."""
+        return self._by_name.get((owner, request_id))
+
+    def of_key(self, key: int) -> Entry | None:
+        """The live request with this key in the core."""
+        return self._by_key.get(key)
+
+    def all(self) -> list[Entry]:
+        """Every live and kept request."""
+        return list(self._by_name.values())
+
+    def live(self) -> list[Entry]:
+        """Every live request, oldest first."""
+        return list(self._by_key.values())
+
+    def open(self, submit: Submit, request: Request, position: int, now: int) -> None:
+        """A request with an id was accepted; the front end that sent it is its first reader."""
+        name = (submit.identity.owner, submit.identity.request_id)
+        earlier = self._by_name.get(name)
+        if earlier is not None:
+            self._forget(earlier)
+        entry = Entry(msgspec.structs.replace(submit, history=()), request, position, now)
+        self._by_name[name] = self._by_key[submit.key] = entry
+        self._add_reader(entry, submit.key)
+
+    def attach(self, entry: Entry, key: int) -> None:
+        """One more reader. Of an ended request only `attached` is needed."""
+        if entry.request is not None:
+            self._orphans.pop(entry.key, None)
+            entry.until = NEVER
+            self._add_reader(entry, key)
+
+    def attached(self, entry: Entry, key: int, outputs: tuple[bytes, ...], now: int) -> Attached:
+        """All there is so far, for a reader. outputs: tokens of a live request, per sequence."""
+        request, submit = entry.request, entry.submit
+        ends, left = entry.ends, {}
+        if request is not None:
+            ends = tuple(seq.end for seq in request.sequences if seq.end is not None)
+            left = {
+                "deadline_ms": _left(request.deadline, now), "time_budget_ms": _left(request.budget_end, now),
+                "max_queue_ms": -1 if request.started else _left(request.queue_end, now),
+            }  # fmt: skip
+        submit = msgspec.structs.replace(submit, key=key, history=outputs if request is not None else entry.tokens, **left)
+        renamed = tuple(msgspec.structs.replace(end, key=key) for end in ends)
+        logprobs = tuple(msgspec.structs.replace(item, key=key) for item in entry.logprobs)
+        of_prompt = tuple(msgspec.structs.replace(part, key=key) for part in entry.prompt_logprobs)
+        return Attached(submit, entry.position, max(0, now - entry.accepted_at) // MS, renamed, logprobs, of_prompt)
+
+    def core_key(self, key: int) -> int:
+        """The core's key of the request that this reader reads; requests without an id have their own."""
+        entry = self._reads.get(key)
+        return key if entry is None else entry.key
+
+    def leave(self, key: int, grace_us: int, now: int) -> list[int]:
+        """A reader goes. Core keys of requests that end over it: its own, or the oldest orphan's."""
+        entry = self._reads.pop(key, None)
+        if entry is None:
+            return [] if key in self._by_key else [key]
+        del entry.readers[key]
+        self._update_relay(entry)
+        if entry.readers:
+            return []
+        if not grace_us or not entry.submit.identity.keep:
+            return [entry.key]
+        entry.until = now + grace_us
+        self._orphans[entry.key] = entry
+        return [next(iter(self._orphans))] if len(self._orphans) > MAX_ORPHANS else []
+
+    def drop_slot(self, slot: int, now: int) -> list[int]:
+        """A front end vanished: its readers are gone. Core keys of requests that end over it."""
+        return [ended for key in [k for k in self._reads if k >> KEY_BITS == slot] for ended in self.leave(key, self._grace_us, now)]
+
+    def keys_of(self, slot: int) -> set[int]:
+        """Core keys of live requests that this front end began."""
+        return {key for key in self._by_key if key >> KEY_BITS == slot}
+
+    def pause(self, key: int, paused: bool) -> tuple[int, bool]:
+        """A reader wants its request paused, or on again. (core key, whether it is to be paused): only if every reader wants that."""
+        entry = self._reads.get(key)
+        if entry is None:
+            return key, paused
+        entry.readers[key] = paused
+        return entry.key, all(entry.readers.values())
+
+    def pauses(self, entry: Entry) -> bool:
+        """Whether a live request is to be paused for its readers."""
+        return bool(entry.readers) and all(entry.readers.values())
+
+    def close(self, entry: Entry, outputs: tuple[bytes, ...], now: int) -> None:
+        """The core has ended a request. outputs: its tokens, per sequence; kept if readers may still come for them."""
+        request = entry.request
+        assert request is not None
+        for key in entry.readers:
+            del self._reads[key]
+        for table in (self._by_key, self._relayed, self._orphans):
+            table.pop(entry.key, None)
+        if not entry.submit.identity.keep or not self._retention_us:
+            self._by_name.pop(entry.name, None)
+            return
+        entry.tokens = outputs
+        entry.ends = tuple(seq.end for seq in request.sequences if seq.end is not None)
+        entry.request, entry.until = None, now + self._retention_us
+        entry.readers.clear()
+        self._kept[entry.key] = entry
+        self._kept_bytes += entry.num_bytes
+        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+            self._forget(next(iter(self._kept.values())))
+
+    def expire(self, now: int) -> list[int]:
+        """Forget what was kept long enough. Core keys of requests that nobody came back for."""
+        while self._kept and next(iter(self._kept.values())).until <= now:
+            self._forget(next(iter(self._kept.values())))
+        return [entry.key for entry in self._orphans.values() if entry.until <= now]
+
+    def relay(self, batches: list[tuple[int, FrontendBatch]]) -> list[tuple[int, FrontendBatch]]:
+        """The same batches, and what they say of relayed requests once more for every reader that the core does not know."""
+        for _, batch in batches:
+            if batch.logprobs or batch.prompt_logprobs:
+                self._keep_logprobs(batch)
+        if not self._relayed:
+            return batches
+        readers = {key: [r for r in entry.readers if r != key] for key, entry in self._relayed.items()}
+        return add_copies(batches, readers)
+
+    def _keep_logprobs(self, batch: FrontendBatch) -> None:
+        for record in batch.logprobs:
+            entry = self._by_key.get(record.key)
+            if entry is not None and entry.submit.identity.keep:
+                entry.logprobs.append(record)
+        for part in batch.prompt_logprobs:
+            entry = self._by_key.get(part.key)
+            if entry is not None and entry.submit.identity.keep:
+                entry.prompt_logprobs.append(part)
+
+    def _add_reader(self, entry: Entry, key: int) -> None:
+        entry.readers[key] = False
+        self._reads[key] = entry
+        self._update_relay(entry)
+
+    def _update_relay(self, entry: Entry) -> None:
+        if any(reader != entry.key for reader in entry.readers):
+            self._relayed[entry.key] = entry
+        else:
+            self._relayed.pop(entry.key, None)
+
+    def _forget(self, entry: Entry) -> None:
+        if self._kept.pop(entry.key, None) is not None:
+            self._kept_bytes -= entry.num_bytes
+        if self._by_name.get(entry.name) is entry:
+            del self._by_name[entry.name]
+
+
+def _left(time: int, now: int) -> int:
+    """Milliseconds until an absolute time; -1 for NEVER."""
+    return -1 if time >= NEVER else max(0, time - now) // MS
+
+
+_COLUMNS = {"keys": 8, "sequences": 4, "offsets": 4, "counts": 4}
+"""Columns of a batch with one entry per sequence, and the bytes of each."""
+
+
+def add_copies(batches: list[tuple[int, FrontendBatch]], readers: dict[int, list[int]]) -> list[tuple[int, FrontendBatch]]:
+    """Append to the batches, for every request in `readers`, what they hold of it, under each of its reader keys."""
+    merged = dict(batches)
+    for _, batch in batches:
+        for slot, copy in _copies(batch, readers).items():
+            have = merged.get(slot)
+            merged[slot] = copy if have is None else _joined(have, copy)
+    return list(merged.items())
+
+
+def _copies(batch: FrontendBatch, readers: dict[int, list[int]]) -> dict[int, FrontendBatch]:
+    """By reader's slot, the part of a batch that its readers must learn."""
+    parts: dict[int, dict[str, list[bytes]]] = {}
+    start = 0
+    for at in range(len(batch.keys) // 8):
+        end = start + 4 * int.from_bytes(batch.counts[4 * at : 4 * at + 4], "little")
+        for reader in readers.get(int.from_bytes(batch.keys[8 * at : 8 * at + 8], "little"), ()):
+            part = parts.setdefault(reader >> KEY_BITS, {name: [] for name in (*_COLUMNS, "tokens")})
+            for name, width in _COLUMNS.items():
+                value = reader.to_bytes(8, "little") if name == "keys" else getattr(batch, name)[width * at : width * (at + 1)]
+                part[name].append(value)
+            part["tokens"].append(batch.tokens[start:end])
+        start = end
+    slots = {slot: {name: b"".join(values) for name, values in part.items()} for slot, part in parts.items()}
+    fields: dict[int, dict[str, tuple[msgspec.Struct, ...]]] = {}
+    for name in _told_one_by_one():
+        for item in getattr(batch, name):
+            for reader in readers.get(item.key, ()):
+                of_slot = fields.setdefault(reader >> KEY_BITS, {})
+                of_slot[name] = (*of_slot.get(name, ()), msgspec.structs.replace(item, key=reader))
+    return {slot: FrontendBatch(batch.step, **slots.get(slot, {}), **fields.get(slot, {})) for slot in slots.keys() | fields.keys()}  # type: ignore[arg-type]
+
+
+def _told_one_by_one() -> tuple[str, ...]:
+    """Fields of a batch that hold structs with a key each, without answers to submits, which concern one front end alone."""
+    return tuple(name for name in FrontendBatch.__struct_fields__ if name not in {"step", "accepted", "rejected", "tokens", *_COLUMNS})
+
+
+def _joined(first: FrontendBatch, second: FrontendBatch) -> FrontendBatch:
+    """One batch with the content of both."""
+    names = [name for name in FrontendBatch.__struct_fields__ if name != "step"]
+    return FrontendBatch(first.step, **{name: getattr(first, name) + getattr(second, name) for name in names})
