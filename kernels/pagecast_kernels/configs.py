@@ -73,10 +73,12 @@ def max_decode_programs(device: torch.device | str) -> int:
     return _PROGRAMS_PER_PROCESSOR * processors(device)
 
 
-def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
-    """Launch of paged_decode for query groups of `group` heads."""
+def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str, scaled: bool = False) -> Decode:
+    """Launch of paged_decode for query groups of `group` heads. scaled: over a cache of 8 bits, whose tiles take half the memory."""
     if head_dim > 128 or group > 16:
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
+    if scaled:
+        return Decode(tile=64, warps=2, stages=3, programs=_PROGRAMS_PER_PROCESSOR * processors(device))
     if 64 < batch * num_kv_heads <= 1024:
         return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
     return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= 64 else 3) * processors(device))

@@ -301,7 +301,7 @@ def paged_decode(
     out = torch.empty_like(q) if out is None else out
     if not batch:
         return out
-    config = configs.decode(batch, num_kv_heads, group, dim, q.device) if config is None else config
+    config = configs.decode(batch, num_kv_heads, group, dim, q.device, k_scale is not None) if config is None else config
     workspace = decode_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
     if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
         raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")
