@@ -20,6 +20,8 @@ COMMANDS = {
     "token": "make a bearer token for a principal",
     "demo": "start a cluster, ask three questions at once, show the streams side by side",
     "bench": "measure: the scheduler, kernels, the CPU backend beside transformers, ...",
+    "quantize": "write a checkpoint whose weights have 4 or 8 bits",
+    "perplexity": "how well a model foretells a text, through the engine that serves it",
     "replay": "run a recording of a scheduler again",
     "conformance": "hold any endpoint to the public contract",
     "version": "versions of Pagecast and of what it runs on",
