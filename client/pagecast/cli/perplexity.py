@@ -86,9 +86,8 @@ def measure(model: str, text: str, window: int, max_tokens: int | None, given: d
     from pagecast.bench.progress import Progress
     from pagecast.llm import LLM
 
-    with LLM(
-        model, max_num_seqs=_AT_ONCE, max_model_len=window + 1, enable_prefix_caching=False, max_num_batched_tokens=max(window, 2048), **given
-    ) as llm:
+    limits = {"max_num_seqs": _AT_ONCE, "max_model_len": window + 1, "max_num_batched_tokens": max(window, 2048)}
+    with LLM(model, enable_prefix_caching=False, **limits, **given) as llm:
         with Client(llm.target) as client:
             tokens = list(client.tokenize(text))[:max_tokens]
         parts = windows(tokens, window)
@@ -99,7 +98,7 @@ def measure(model: str, text: str, window: int, max_tokens: int | None, given: d
         for first in range(0, len(parts), _AT_ONCE):
             for output in llm.generate(parts[first : first + _AT_ONCE], sampling):
                 # The first token is given nothing before it and has no probability.
-                scores.append([token.logprob for token in output.prompt_logprobs[1:]])
+                scores.append([token.logprob for token in output.prompt_logprobs if token.logprob is not None])
                 so_far = figures(scores)["perplexity"]
                 progress.advance(f"window {len(scores)} of {len(parts)}, perplexity so far {so_far:.3f}")
         progress.close()

@@ -147,29 +147,32 @@ class Decoder:
         idle = sum(isinstance(layer.feed_forward, Experts) for layer in self.layers) * (experts.count - experts.routing.chosen)
         return self.num_parameters() - idle * 3 * experts.size * self.config.hidden_size
 
+    def embed(self, ops: Any, token_ids: Tensor) -> Tensor:
+        """int32[T] -> [T, H]: what the first layer is given."""
+        residual = self.embedding.forward(ops, token_ids)
+        return residual.mul_(self._embedding_scale) if self._embedding_scale != 1.0 else residual
+
     def forward(self, ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Hidden states [T, H] after the last norm. caches: K and V of every layer, written and read in place."""
         if ops.one_row and step.token_ids.shape[0] == 1:
             return one_row.forward(self, ops, step, caches)
         eps = self.config.rms_norm_eps
-        residual = self.embedding.forward(ops, step.token_ids)
-        if self._embedding_scale != 1.0:
-            residual.mul_(self._embedding_scale)
+        residual = self.embed(ops, step.token_ids)
         first = self.layers[0]
         rows = activations(first.attention)
         x = ops.rms_norm_rows(residual, first.attention_norm, eps, rows) if rows else ops.rms_norm(residual, first.attention_norm, eps)
         for index, layer in enumerate(self.layers):
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
             x = layer.attention.forward(ops, x, step, *caches[index])
-            x = self._add(ops, x, layer.post_attention_norm, residual, layer.feed_forward_norm, activations(layer.feed_forward))
+            x = self.add(ops, x, layer.post_attention_norm, residual, layer.feed_forward_norm, activations(layer.feed_forward))
             x = layer.feed_forward.forward(ops, x)
             norm = self.norm if following is None else following.attention_norm
             rows = None if following is None else activations(following.attention)
-            x = self._add(ops, x, layer.post_feed_forward_norm, residual, norm, rows)
+            x = self.add(ops, x, layer.post_feed_forward_norm, residual, norm, rows)
         return x
 
-    def _add(
-        self, ops: Any, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor, rows: torch.dtype | None
+    def add(
+        self, ops: Any, x: Tensor, own_norm: Tensor | None, residual: Tensor, next_norm: Tensor, rows: torch.dtype | None = None
     ) -> Tensor | Rows:
         """A block's summand x [T, H] into the residual, by its own norm where it has one; the sum normed for the next block.
 

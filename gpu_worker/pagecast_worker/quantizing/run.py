@@ -1,0 +1,205 @@
+"""One run of `pagecast quantize`: layer by layer, each on what the quantized layers before it give."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError
+from pagecast_worker.layers.experts import Experts
+from pagecast_worker.loading.checkpoint import Checkpoint
+from pagecast_worker.loading.load import load_model, open_checkpoint
+from pagecast_worker.loading.products import products_of
+from pagecast_worker.loading.random import RandomWeights
+from pagecast_worker.loading.stored import Stored, is_quantized, read, rounded
+from pagecast_worker.models.decoder import Decoder, Layer
+from pagecast_worker.models.registry import architecture
+from pagecast_worker.models.weights import Piece, Source
+from pagecast_worker.parallel import Ranks
+from pagecast_worker.quantizing import formats, rounding
+from pagecast_worker.quantizing.calibration import Calibration, Inputs
+from pagecast_worker.quantizing.folder import OutFolder, Shard, config_of
+
+CALIBRATED = ("awq", "gptq")
+Report = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """sequences: calibration tokens, all of one length; empty for methods that need none. device: as for a worker."""
+
+    model: Path
+    out: Path
+    method: str
+    group: int
+    sequences: list[list[int]]
+    device: torch.device
+
+    def what(self, identity: str) -> dict[str, Any]:
+        digest = hashlib.sha256(repr(self.sequences).encode()).hexdigest()
+        return {"model": identity, "method": self.method, "group_size": self.group, "calibration": digest}
+
+
+def quantize(job: Job, report: Report) -> None:
+    """Raises LoadError. report: files done, files in all, and what is being done."""
+    config = WorkerConfig(run_dir="/unused", model=str(job.model), device=str(job.device))
+    checkpoint = open_checkpoint(config, job.device)
+    assert not isinstance(checkpoint, RandomWeights)
+    if checkpoint.scheme is not None:
+        raise LoadError(f"{job.model}: is quantized already ({checkpoint.scheme.name})")
+    if job.method in CALIBRATED and checkpoint.config.latent is not None:
+        raise LoadError(f"to must be rtn-int4 or fp8 for a model with latent attention, got {job.method}")
+    dtype = torch.float32 if job.device.type == "cpu" else torch.bfloat16
+    if job.method in CALIBRATED:
+        model = load_model(config, checkpoint, Ranks(), job.device, dtype, lambda progress: report(0, 1, "reading the model")).model
+    else:
+        names = architecture(checkpoint.config.architecture).names
+        model = Decoder(checkpoint.config, names, Ranks(), torch.device("meta"), dtype, 16)
+    values = config_of(job.model, checkpoint.config)
+    out = OutFolder(job.out, len(model.layers) + 1, job.what(checkpoint.identity()))
+    run = _Run(job, checkpoint, model, out)
+    run.all_layers(report)
+    values |= {"quantization_config": formats.quantization_config(job.method, job.group, sorted(run.plain)), "dtype": run.dtype_name}
+    values.pop("torch_dtype", None)
+    out.finish(values, job.model)
+    report(len(model.layers) + 1, len(model.layers) + 1, "done")
+
+
+class _Run:
+    """plain: layers that stay as they are, as the format names them."""
+
+    def __init__(self, job: Job, checkpoint: Checkpoint, model: Decoder, out: OutFolder) -> None:
+        self._job, self._checkpoint, self._model, self._out = job, checkpoint, model, out
+        self.plain: set[str] = set() if model.config.tie_word_embeddings else {"lm_head"}
+        prefix, self._layers = str(model.names["layer"]), {}
+        sources = list(model.sources())
+        for index in range(len(model.layers)):
+            self._layers[index] = [source for source in sources if source.name.startswith(prefix.format(i=index))]
+        inside = {id(source) for own in self._layers.values() for source in own}
+        self._rest = [source for source in sources if id(source) not in inside]
+        first = checkpoint.raw(self._rest[0].name).dtype
+        self._dtype = torch.bfloat16 if first == torch.bfloat16 else torch.float16
+        self.dtype_name = str(self._dtype).removeprefix("torch.")
+
+    def all_layers(self, report: Report) -> None:
+        total, job = len(self._layers) + 1, self._job
+        report(0, total, "embedding and head")
+        if self._out.read(0) is None:
+            self._out.write(0, {source.name: self._plain(self._whole(source)) for source in self._rest})
+        calibration = None
+        if job.method in CALIBRATED:
+            calibration = Calibration(self._model, _operators(job.device, self._model.dtype), job.sequences)
+        for index, sources in self._layers.items():
+            report(index + 1, total, f"layer {index + 1} of {len(self._layers)}")
+            layer, done = self._model.layers[index], self._out.read(index + 1)
+            weights = self._weights(layer, sources)
+            self.plain |= {s.name.removesuffix(".weight") for s in sources if len(s.shape) == 2 and s.name not in weights}
+            if done is None:
+                made, changed = self._make(layer, sources, weights, calibration)
+                tensors = {name: self._plain(value) for name, value in changed.items()}
+                for name, stored in made.items():
+                    parts = formats.tensors_of(stored, job.method, self._dtype)
+                    tensors |= {f"{name.removesuffix('.weight')}.{ending}": value for ending, value in parts.items()}
+                self._out.write(index + 1, tensors)
+                done = self._out.read(index + 1)
+            if calibration is not None and done is not None:
+                self._take(done, sources)
+                calibration.advance(layer)
+
+    def _weights(self, layer: Layer, sources: list[Source]) -> dict[str, Tensor]:
+        """The checkpoint's names of a layer's weights to quantize, and the parameter that each of them fills a part of."""
+        blocks = [product.layer.weight for product in products_of(layer)]
+        wanted = {id(weight): weight for weight in blocks if isinstance(weight, Tensor)}
+        found = {s.name: wanted[id(s.parameter)] for s in sources if id(s.parameter) in wanted and len(s.shape) == 2}
+        if isinstance(layer.feed_forward, Experts) and self._job.method not in CALIBRATED:
+            found |= {s.name: s.parameter for s in sources if ".experts." in s.name and len(s.shape) == 2}
+        for name, weight in found.items():
+            rows = next(s.shape[0] for s in sources if s.name == name)
+            formats.check_shape(self._job.method, self._job.group, name, rows, weight.shape[1])
+        return found
+
+    def _make(
+        self, layer: Layer, sources: list[Source], weights: dict[str, Tensor], calibration: Calibration | None
+    ) -> tuple[dict[str, Stored], dict[str, Tensor]]:
+        """The layer's quantized weights, and its other tensors, by the checkpoint's names."""
+        job, device = self._job, self._job.device
+        whole = {source.name: self._whole(source).to(device) for source in sources}
+        if calibration is None:
+            make = self._nearest if job.method == "rtn-int4" else self._eight_bits
+            return {name: make(whole.pop(name), name) for name in weights}, whole
+        kinds = {id(weight): weight for weight in weights.values()}
+        inputs = dict(zip(kinds, calibration.inputs(layer, list(kinds.values())), strict=True))
+        given = {name: inputs[id(weight)] for name, weight in weights.items()}
+        if job.method == "awq":
+            self._scale(layer, whole, given)
+            return {name: rounding.asymmetric(whole.pop(name).float(), job.group, name) for name in weights}, whole
+        made = {name: rounding.gptq(whole.pop(name), given[name].hessian, job.group, self._dtype, name) for name in weights}
+        return made, whole
+
+    def _nearest(self, weight: Tensor, name: str) -> Stored:
+        return rounding.nearest(weight, self._job.group, self._dtype, name)
+
+    def _eight_bits(self, weight: Tensor, name: str) -> Stored:
+        return rounded(weight, "fp8", 0, name)
+
+    def _scale(self, layer: Layer, whole: dict[str, Tensor], given: dict[str, Inputs]) -> None:
+        """AWQ: moves size from columns that meet large inputs' errors into what makes those inputs, in place of `whole`."""
+        config, names = self._model.config, self._model.names
+        prefix = next(iter(given)).split(".self_attn.")[0].split(".mlp.")[0] + "."
+        if any(isinstance(names[part], Piece) for part in ("q", "k", "v", "o", "gate", "up", "down")):
+            raise LoadError(f"to must be gptq, rtn-int4 or fp8 for {config.architecture}, whose projections are fused, got awq")
+        name = lambda part: prefix + str(names[part])
+        pairs = [("attention_norm", ("q", "k", "v")), ("feed_forward_norm", ("gate", "up")), ("up", ("down",))]
+        if config.num_heads == config.num_kv_heads:
+            pairs.append(("v", ("o",)))
+        for before, after in pairs:
+            if any(name(part) not in given for part in after):
+                continue
+            inputs = given[name(after[0])]
+            mean = inputs.magnitude / max(inputs.tokens, 1)
+            scales = rounding.awq_scales([whole[name(part)].float() for part in after], inputs.hessian, mean, self._job.group)
+            for part in after:
+                whole[name(part)] = whole[name(part)].float() * scales
+            maker = whole[name(before)].float()
+            if before.endswith("norm"):
+                whole[name(before)] = (maker + config.norm_offset) / scales - config.norm_offset
+                continue
+            whole[name(before)] = maker / scales.unsqueeze(1)
+            if before == "v" and name("v_bias") in whole:
+                whole[name("v_bias")] = whole[name("v_bias")].float() / scales
+
+    def _take(self, shard: Shard, sources: list[Source]) -> None:
+        """Fills the layer with what was written of it, so that the next layer meets its errors."""
+        names = set(shard.names())
+        scheme = formats.scheme_of(self._job.method, self._job.group)
+        for source in sources:
+            layer = source.name.removesuffix(".weight")
+            if is_quantized(scheme, names, layer):
+                value = read(shard, scheme, names, layer, source.shape, torch.device("cpu")).dense(torch.float32)
+            else:
+                value = shard.raw(source.name)
+            if source.take is not None:
+                value = value[source.take[0] : source.take[1]]
+            value = value if source.change is None else source.change(value)
+            source.parameter.narrow(0, source.row, value.shape[0]).copy_(value)
+
+    def _whole(self, source: Source) -> Tensor:
+        return self._checkpoint.tensor(source.name, source.shape)
+
+    def _plain(self, value: Tensor) -> Tensor:
+        return value.to(self._dtype).cpu().contiguous()
+
+
+def _operators(device: torch.device, dtype: torch.dtype) -> Any:
+    """The plain operators, on whatever device: calibration is a matter of minutes, and these need no scratch memory."""
+    from types import SimpleNamespace
+
+    from pagecast_kernels import reference
+    from pagecast_worker import cpu_ops
+
+    return SimpleNamespace(**vars(cpu_ops if device.type == "cpu" else reference) | {"one_row": False})
