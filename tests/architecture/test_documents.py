@@ -31,7 +31,7 @@ def test_readme_has_the_table_of_options() -> None:
 
 
 def test_readme_names_commands_that_exist() -> None:
-    used = re.findall(r"^pagecast (\w+)", README, re.M)
+    used = re.findall(r"^pagecast ([\w-]+)", README, re.M)
     assert used and set(used) <= set(COMMANDS)
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)", README + (ROOT / "CONTRIBUTING.md").read_text()):

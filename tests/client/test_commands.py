@@ -9,6 +9,7 @@ import pytest
 from client.fake_server import FakeServer
 
 from pagecast.cli.answer import Answer
+from pagecast.cli.main import COMMANDS
 
 PAGECAST = [sys.executable, "-m", "pagecast.cli.main"]
 
@@ -120,6 +121,6 @@ def test_version_and_help_name_everything() -> None:
     assert pagecast("--version").stdout == pagecast("version").stdout
     overview = pagecast("--help")
     assert overview.returncode == 0
-    for command in ("serve", "frontend", "scheduler", "worker", "generate", "chat", "status", "demo", "bench", "replay", "version"):
+    for command in COMMANDS:
         assert f"\n  {command} " in overview.stdout
     assert pagecast().returncode == 2

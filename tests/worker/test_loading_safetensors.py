@@ -1,5 +1,6 @@
 """Model folders: what they become, and how each broken one is refused by name."""
 
+import hashlib
 import json
 
 import pytest
@@ -144,6 +145,40 @@ def test_index_cannot_lead_out_of_the_folder(tmp_path):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../other.safetensors"}}))
     assert "../other.safetensors" in refusal(folder)
+
+
+def sums(folder, **changes):
+    """SHA256SUMS of all files of a folder, with lines changed or (None) left out."""
+    lines = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()} | changes
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in lines.items() if digest is not None))
+
+
+def test_files_are_what_the_manifest_says(tmp_path):
+    folder = write_model(tmp_path)
+    sums(folder)
+    assert executor_of(folder).load(lambda progress: None)[0].num_parameters
+
+
+def test_file_that_is_not_what_the_manifest_says(tmp_path):
+    folder = write_model(tmp_path)
+    sums(folder)
+    file = change_shard(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    assert refusal(folder) == f"{file}: does not have the SHA-256 that SHA256SUMS states"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config.json": None}, "config.json: is not named in SHA256SUMS"),
+        ({"gone.safetensors": "0" * 64}, "gone.safetensors: named in SHA256SUMS, cannot be read"),
+        ({"config.json": "12"}, "is not a SHA-256 and the name of a file"),
+        ({"../config.json": "0" * 64}, "is not a SHA-256 and the name of a file"),
+    ],
+)
+def test_manifest_that_does_not_fit(tmp_path, changes, said):
+    folder = write_model(tmp_path)
+    sums(folder, **changes)
+    assert said in refusal(folder)
 
 
 def test_folder_without_weights(tmp_path):

@@ -16,6 +16,9 @@ COMMANDS = {
     "generate": "ask a server for one answer and stream it",
     "chat": "talk to a server",
     "batch": "answer a file of OpenAI batch requests, offline",
+    "pull": "fetch a model from a Hugging Face hub",
+    "models": "what a server's models are, can do and allow",
+    "tokenizer-report": "tokens per character of Chinese, English and code, for one or more models",
     "status": "health, model and load of a server",
     "token": "make a bearer token for a principal",
     "demo": "start a cluster, ask three questions at once, show the streams side by side",
@@ -47,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 def overview() -> str:
     """The text of `pagecast --help`."""
     lines = ["usage: pagecast COMMAND [options]", "", "Serves large language models over gRPC.", "", "commands:"]
-    lines += [f"  {name:<11} {text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:<17} {text}" for name, text in COMMANDS.items()]
     return "\n".join([*lines, "", "`pagecast COMMAND --help` lists a command's options."])
 
 
@@ -58,7 +61,7 @@ def _run(command: str, rest: list[str]) -> int:
             roles = import_module("pagecast.cli.roles")
             roles.add_arguments(parser, command)
             return int(roles.run(parser.parse_args(rest), command))
-        module = import_module(f"pagecast.cli.{command}")
+        module = import_module(f"pagecast.cli.{command.replace('-', '_')}")
         module.add_arguments(parser)
         return int(module.run(parser.parse_args(rest)))
     except KeyboardInterrupt:

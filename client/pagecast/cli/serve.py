@@ -13,7 +13,8 @@ from pagecast_scheduler.launch.local import LaunchError, RunDir, Supervisor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=models.DEFAULT_MODEL, metavar="MODEL",
-                        help=f"folder in Hugging Face layout, .gguf file, or a packaged model's name (default: {models.DEFAULT_MODEL})")
+                        help="folder in Hugging Face layout, .gguf file, ORG/MODEL at a hub, or a packaged model's name "
+                        f"(default: {models.DEFAULT_MODEL})")
     parser.add_argument("--run-dir", metavar="FOLDER", help="folder (mode 0700) for the cluster's sockets (default: a fresh temporary one)")
     options.add(parser, options.of(options.SERVE))
 

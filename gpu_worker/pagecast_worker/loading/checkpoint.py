@@ -31,6 +31,9 @@ class Checkpoint(Protocol):
     def raw(self, name: str) -> Tensor:
         """A tensor on the CPU as it is stored, whatever its type and shape. Raises LoadError."""
 
+    def verify(self) -> None:
+        """Check the files against a manifest of digests, if there is one. Raises LoadError."""
+
     def identity(self) -> str:
         """Hex SHA-256 over what the weights are: configuration, names, shapes, types and a sample of every file's bytes."""
 

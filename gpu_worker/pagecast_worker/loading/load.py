@@ -89,6 +89,8 @@ def load_model(
     sources = list(model.sources())
     names = set() if isinstance(checkpoint, RandomWeights) else set(checkpoint.names())
     if not isinstance(checkpoint, RandomWeights):
+        if ranks.rank == 0:
+            checkpoint.verify()
         past = f"{family.names['layer']}".format(i=checkpoint.config.num_layers) if family.extra_layers else "\0"
         wanted = wanted_names(checkpoint.scheme, names, [source.name for source in sources])
         check_names(checkpoint, wanted, (*LEFT_OVER, *KV_SCALES), past)

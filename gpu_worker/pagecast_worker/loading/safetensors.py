@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagecast_worker.executor import LoadError
+from pagecast_worker.loading import manifest
 from pagecast_worker.loading.checkpoint import check_shape, file_sample
 from pagecast_worker.loading.hf_config import read_config
 
@@ -63,6 +64,9 @@ class SafetensorsCheckpoint:
         except (SafetensorError, OSError):
             raise LoadError(f"{path}: tensor {name} cannot be read") from None
         return value
+
+    def verify(self) -> None:
+        manifest.verify(self.folder, [*self._files, self.folder / "config.json"])
 
     def identity(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())

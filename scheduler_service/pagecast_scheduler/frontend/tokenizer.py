@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
@@ -22,8 +22,28 @@ from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
 
-PLAIN_BYTE_LEVEL = frozenset({"smollm", "gpt-2", "default"})
-"""GGUF pre-tokenizer names for which transformers uses GPT-2's split; for any other name it is asked itself."""
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What a byte-level BPE does before it merges. pattern: how text is split, "" as GPT-2 does. nfc: text is normalised first.
+    whole_words: a word that is in the vocabulary is taken whole, whatever the merges say. bos: the default for adding one."""
+
+    pattern: str = ""
+    nfc: bool = False
+    whole_words: bool = False
+    bos: bool = False
+
+
+_LLAMA3 = Split(_WORDS + "{1,3}" + _REST, whole_words=True, bos=True)
+_QWEN2 = Split(_WORDS + _REST, nfc=True)
+BYTE_LEVEL_SPLITS = {
+    "smollm": Split(), "gpt-2": Split(), "default": Split(), "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": Split(_WORDS + "{1,3}" + _REST), "chatglm-bpe": Split(_WORDS + "{1,3}" + _REST),
+}
+"""By GGUF pre-tokenizer name; for any other name transformers is asked."""
 
 
 class Tokenizer(Protocol):
@@ -147,28 +167,37 @@ class ByteTokenizer:
         return {}
 
 
-def _gguf_byte_level(metadata: dict[str, Any]) -> Backend:
-    """Byte-level BPE from GGUF metadata, as transformers builds it for a GPT-2 split."""
+def _gguf_byte_level(metadata: dict[str, Any], split: Split) -> Backend:
+    """Byte-level BPE from GGUF metadata, as transformers builds it for that split."""
     alphabet = byte_alphabet()
     spelling = {byte: char for char, byte in alphabet.items()}
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     vocab = {t if all(c in alphabet for c in t) else "".join(spelling[b] for b in t.encode()): i for i, t in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.whole_words))
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
     special = [t for t, kind in zip(tokens, kinds) if kind == CONTROL and all(c in alphabet for c in t)]
     special += [tokens[i] for i in _special_ids(metadata).values() if tokens[i] not in special]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
     backend.add_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, kinds) if kind == USER_DEFINED and t in vocab])
-    first = _special_ids(metadata).get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token") else None
+    first = _special_ids(metadata).get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", split.bos) else None
     last = _special_ids(metadata).get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
     if first is not None or last is not None:
         around = [tokens[i] for i in (first, last) if i is not None]
         single = [*([tokens[first]] if first is not None else []), "$A", *([tokens[last]] if last is not None else [])]
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(t, vocab[t]) for t in around])
     return backend
+
+
+def _pre_tokenizer(split: Split) -> pre_tokenizers.PreTokenizer:
+    if not split.pattern:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_pattern = pre_tokenizers.Split(Regex(split.pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([by_pattern, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _special_ids(metadata: dict[str, Any]) -> dict[str, int]:
@@ -182,11 +211,11 @@ def load_gguf(path: Path) -> ModelTokenizer:
     """The tokenizer in a .gguf file. Raises GgufError, OSError, or what transformers raises for kinds it does not know."""
     metadata = read_metadata(path)
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or pre not in PLAIN_BYTE_LEVEL:
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or pre not in BYTE_LEVEL_SPLITS:
         return _from_transformers(path.parent, path.name, SamplingDefaults())
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {name: tokens[token_id] for name, token_id in _special_ids(metadata).items()}
-    return ModelTokenizer(_gguf_byte_level(metadata), special, metadata.get("tokenizer.chat_template"))
+    return ModelTokenizer(_gguf_byte_level(metadata, BYTE_LEVEL_SPLITS[pre]), special, metadata.get("tokenizer.chat_template"))
 
 
 def _from_transformers(folder: Path, gguf_file: str | None, defaults: SamplingDefaults) -> ModelTokenizer:

@@ -1,0 +1,134 @@
+"""Tokenizers of every family's kind, small ones trained here: any text comes back exactly, from a .gguf file and from a folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from pagecast.cli.sample_texts import CHINESE, CODE, ENGLISH
+from pagecast_scheduler.frontend.tokenizer import BYTE_LEVEL_SPLITS, load_tokenizer
+
+CORPUS = [CHINESE, ENGLISH, CODE, "吾輩は猫である。名前はまだ無い。", "12345 67 890 1,000,000"] * 3
+TEXTS = {
+    "Chinese": CHINESE,
+    "Japanese": "吾輩は猫である。名前はまだ無い。ﾊﾝｶｸ カタカナ、漢字とひらがな。",
+    "emoji": "👩‍👩‍👧‍👦🏳️‍🌈 👍🏽 e\u0301 \u00e9",
+    "code": CODE + "\t\tif (x != y) { return a->b; }  // ok\r\n\r\n",
+    "control characters": "\x00\x01\x1b[0m\x7f\u200b\u202e\ufeff end",
+    "spaces": "  a   b \n\n   c\t\t",
+    "numbers": "2024 1234567 3.14159 १२३",
+    "contractions": "I'LL don't 'tis we've",
+}
+SPECIAL = ["<s>", "</s>", "<|user|>"]
+NFC = {"qwen2", "deepseek-r1-qwen"}
+
+
+def byte_level(pre: str) -> Tokenizer:
+    """A trained byte-level BPE of that split."""
+    split = BYTE_LEVEL_SPLITS[pre]
+    made = Tokenizer(models.BPE(ignore_merges=split.whole_words))
+    if split.pattern:
+        parts = [pre_tokenizers.Split(Regex(split.pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        made.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    else:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    if split.nfc:
+        made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(CORPUS, trainer)
+    return made
+
+
+def write_gguf(path: Path, trained: Tokenizer, pre: str) -> None:
+    """The tokenizer's part of a .gguf file, and nothing else."""
+    model = json.loads(trained.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module", params=sorted(BYTE_LEVEL_SPLITS))
+def from_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Tokenizer, str]:
+    trained = byte_level(request.param)
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    write_gguf(path, trained, request.param)
+    return load_tokenizer(str(path)), trained, request.param
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_file_splits_and_joins_as_its_kind_does(from_file: tuple[Any, Tokenizer, str], name: str) -> None:
+    ours, trained, pre = from_file
+    ids = ours.encode(TEXTS[name])
+    assert ids == trained.encode(TEXTS[name]).ids
+    want = TEXTS[name] if pre not in NFC else normalizers.NFC().normalize_str(TEXTS[name])
+    assert ours.decode(ids) == want
+    assert b"".join(ours.token_bytes[i] for i in ids).decode() == want
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back(from_file: tuple[Any, Tokenizer, str], text: str) -> None:
+    ours, trained, pre = from_file
+    ids = ours.encode(text)
+    assert ids == trained.encode(text).ids
+    if pre not in NFC and not any(token in text for token in SPECIAL):
+        assert ours.decode(ids) == text
+
+
+def sentencepiece_like(folder: Path, prefix: bool) -> None:
+    """A BPE over characters with bytes to fall back on, as Llama 2 and Mistral (prefix) and Gemma (none) have it."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()] + ([decoders.Strip(" ", 1, 0)] if prefix else [])
+    made.decoder = decoders.Sequence(joins)
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=900, special_tokens=pieces, show_progress=False))
+    text = json.loads(made.to_str())
+    text["added_tokens"] = [token for token in text["added_tokens"] if token["id"] < 3]
+    made = Tokenizer.from_str(json.dumps(text))
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in pieces[:3]])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+@pytest.mark.parametrize("prefix", [True, False], ids=["Llama 2, Mistral", "Gemma"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_folder_of_pieces_gives_any_text_back(tmp_path: Path, prefix: bool, name: str) -> None:
+    sentencepiece_like(tmp_path / "model", prefix)
+    ours = load_tokenizer(str(tmp_path / "model"))
+    ids = ours.encode(TEXTS[name])
+    assert ours.decode(ids) == TEXTS[name]
+
+
+@pytest.mark.parametrize("pre", sorted(BYTE_LEVEL_SPLITS))
+def test_a_folder_of_bytes_gives_any_text_back(tmp_path: Path, pre: str) -> None:
+    trained = byte_level(pre)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    ours = load_tokenizer(str(tmp_path))
+    for text in TEXTS.values():
+        want = text if pre not in NFC else normalizers.NFC().normalize_str(text)
+        assert ours.decode(ours.encode(text)) == want
