@@ -1,23 +1,18 @@
-"""The conformance suite against a real model served by real processes, as `pagecast conformance` runs it."""
+"""The conformance suite against a real model served by real processes, as `pagecast conformance` runs it; and the command itself."""
 
 import asyncio
-from collections.abc import Iterator
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from e2e.cli_server import Served, serve
+from e2e.cli_server import Served, pagecast
 
 from pagecast.conformance import cases, runner
 from pagecast.conformance.endpoint import Endpoint
 
 NUM_SCHEMAS = 12
 """Of the random schemas; the command tries 200."""
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serve("--dtype", "float32", "--max-num-seqs", "32", "--cpu-kv-gib", "0.5") as made:
-        yield made
 
 
 async def results(address: str) -> list[runner.Result]:
@@ -33,3 +28,32 @@ def test_every_case_is_kept_and_none_is_left_out(served: Served) -> None:
     skipped = {r.case.group for r in got if r.outcome == "skipped"}
     assert skipped <= {"tool_calls"}, "only the model's template may lack something"
     assert {r.case.check for r in got} == {*runner.CHECKS, "canary"}
+
+
+def test_the_command_reports_and_exits_by_what_it_found(served: Served, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = pagecast("conformance", "--target", served.address, "--group", "malformed", "--group", "request_ids", "--json", str(report))
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "conformant", done.stdout + done.stderr
+    rows = json.loads(report.read_text())
+    assert {row["outcome"] for row in rows} == {"passed"} and len(rows) > 10
+    unknown = pagecast("conformance", "--target", served.address, "--group", "nothing")
+    assert unknown.returncode == 2 and "no group 'nothing'" in unknown.stderr
+    listed = pagecast("conformance", "--target", served.address, "--list")
+    assert listed.returncode == 0 and "bad_inputs: no prompt" in listed.stdout.splitlines()
+    nobody = pagecast("conformance", "--target", "127.0.0.1:9", "--group", "malformed")
+    assert nobody.returncode == 1 and len(nobody.stderr.splitlines()) == 1
+
+
+def test_generate_has_the_constraints(served: Served, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    number = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema.write_text(json.dumps({"type": "object", "properties": {"n": number}, "required": ["n"], "additionalProperties": False}))
+    target = ("--target", served.address, "--quiet", "--max-tokens", "64")
+    chosen = pagecast("generate", "Is water wet? ", "--choice", "yes", "--choice", "no", *target)
+    assert chosen.returncode == 0 and chosen.stdout.strip() in ("yes", "no")
+    made = pagecast("generate", "A number in JSON: ", "--json-schema", f"@{schema}", "--temperature", "0", *target)
+    assert made.returncode == 0 and isinstance(json.loads(made.stdout)["n"], int), made.stdout + made.stderr
+    wrong = pagecast("generate", "x", "--regex", "(", *target)
+    assert wrong.returncode == 1 and "spec.constraint.regex" in wrong.stderr
+    missing = pagecast("generate", "x", "--json-schema", "@/nowhere.json", *target)
+    assert missing.returncode == 2 and "cannot read /nowhere.json" in missing.stderr

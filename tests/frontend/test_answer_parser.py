@@ -78,6 +78,11 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Ok.",
         [("get_weather", '{"city": "Köln", "days": [1, 2]}'), ("now", "{}")],
     ),
+    ("glm4_lines", f"\nget_weather\n{JSON}", "", BOTH[:1]),
+    ("glm4_lines", "get_weather\nis what I would ask", "get_weather\nis what I would ask", []),
+    ("glm4_lines", "Hello.\n{}", "Hello.\n{}", []),
+    ("glm4_lines", "Hi", "Hi", []),
+    ("glm4_lines", "a line that is much longer than any name of a tool", "a line that is much longer than any name of a tool", []),
     (
         "qwen3_coder",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln\nam Rhein\n</parameter>\n"
@@ -154,6 +159,7 @@ TEMPLATES = {
     "<tool_call>{name}\n<arg_key>": "glm4",
     "<tool_call>\n<function=f>\n<parameter=p>": "qwen3_coder",
     "[TOOL_CALLS]": "mistral",
+    "[gMASK]<sop>{% if tools %}<|observation|>": "glm4_lines",
     "<|start_header_id|>{{ tools }}": "llama3_json",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>": "deepseek",
     "<|im_start|>{{ messages }}": None,

@@ -2,14 +2,16 @@
 
 import asyncio
 import math
+import random
 from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Sequence
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 
-from pagecast.conformance.checks import Data, reason_name, require, spec_of, until_idle, with_logprobs
-from pagecast.conformance.endpoint import Endpoint, Output, failure_of, hold
+from pagecast.conformance.checks import Data, failure, reason_name, require, spec_of, until_idle, with_logprobs
+from pagecast.conformance.endpoint import Endpoint, Output, failure_of, hold, joined
 from pagecast.v1 import generation_pb2 as pb
 
 AT_ONCE = 16
@@ -144,6 +146,23 @@ async def _leave(endpoint: Endpoint, spec: pb.GenerationSpec, phase: str | int) 
         call.cancel()
     except grpc.RpcError as error:
         hold(failure_of(error).code == "CANCELLED", f"cancelled {phase}: {error.code().name}")
+
+
+async def request_ids(endpoint: Endpoint, data: Data) -> str:
+    """A live request's id is refused to another; the request that has it goes on."""
+    spec = spec_of(data)
+    spec.request_id = f"conformance-{random.getrandbits(64):x}"
+    call = endpoint.stream(spec)
+    first = (await call.read()).event
+    hold(first.accepted.request_id == spec.request_id, f"the id became {first.accepted.request_id!r}")
+    for streaming in (True, False):
+        got = await failure(endpoint, {"spec": MessageToDict(spec)}, streaming)
+        hold((got.code, got.reason) == ("ALREADY_EXISTS", "REQUEST_ID_IN_USE"), f"a second request of that id: {got.code} {got.reason}")
+    events = [first]
+    while (message := await call.read()) is not grpc.aio.EOF:
+        events.append(message.event)
+    joined(events)
+    return ""
 
 
 async def deadlines(endpoint: Endpoint, data: Data) -> str:

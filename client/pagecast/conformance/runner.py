@@ -21,6 +21,7 @@ CHECKS: dict[str, checks.Check] = {
     "stops": contract_checks.stops,
     "penalties": contract_checks.penalties,
     "cancels": contract_checks.cancels,
+    "request_ids": contract_checks.request_ids,
     "deadlines": contract_checks.deadlines,
     "schemas": structured_checks.schemas,
     "fits": structured_checks.fits,
@@ -31,7 +32,7 @@ CHECKS: dict[str, checks.Check] = {
 CASE_LIMIT_S = 900.0
 CANARY = pb.GenerationSpec(
     prompt_text="One, two, three, four,", sampling=pb.SamplingOptions(temperature=0),
-    stopping=pb.StoppingOptions(max_output_tokens=96, ignore_eos=True),
+    stopping=pb.StoppingOptions(max_output_tokens=64, ignore_eos=True),
 )  # fmt: skip
 
 

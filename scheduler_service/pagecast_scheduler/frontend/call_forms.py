@@ -104,6 +104,18 @@ def glm4(reader: CallReader) -> Run:
             reader.argue("{}" if is_first else "}")
 
 
+def glm4_lines(reader: CallReader) -> Run:
+    """The whole answer is a tool's name on a line of its own, then its arguments as JSON: GLM-4 before 4.5."""
+    longest = max(map(len, reader.tools), default=0)
+    name = (yield from reader.line(longest)) or ""
+    if name.strip() not in reader.tools or (yield from reader.peek()) != "{":
+        reader.give_back(name)
+    else:
+        reader.call(name.strip())
+        yield from reader.value()
+    yield from reader.text_until()
+
+
 def qwen3_coder(reader: CallReader) -> Run:
     """<tool_call><function=name><parameter=k>v</parameter>...</function></tool_call>."""
     while (yield from reader.text_until("<tool_call>")):
@@ -147,6 +159,7 @@ CALL_FORMATS = (
     CallFormat("qwen3_coder", qwen3_coder, ("<function=", "<parameter="), ("<tool_call>", "</tool_call>")),
     CallFormat("hermes", hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>")),
     CallFormat("mistral", mistral, (MISTRAL_CALLS,), (MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID)),
+    CallFormat("glm4_lines", glm4_lines, ("[gMASK]", "<|observation|>")),
     CallFormat("llama3_json", llama3, ("<|start_header_id|>", "tools"), (PYTHON_TAG,)),
 )
 """The first row whose marks a template holds is its family's."""

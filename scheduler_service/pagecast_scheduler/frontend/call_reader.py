@@ -102,6 +102,19 @@ class CallReader:
                 return None
             yield
 
+    def line(self, most: int) -> Steps:
+        """The first line that is not empty, with its end, if it has one within so many characters; None, and nothing taken, otherwise."""
+        while True:
+            pending = self._finder.pending
+            text = pending.lstrip("\r\n")
+            end = text.find("\n")
+            if 0 <= end <= most:
+                self._finder.pending = text[end + 1 :]
+                return pending[: len(pending) - len(text) + end + 1]
+            if self._ended or end >= 0 or len(text) > most:
+                return None
+            yield
+
     def starts_with(self, mark: str) -> Generator[None, None, bool]:
         """Whether the text goes on with `mark`, which is taken then."""
         while True:
