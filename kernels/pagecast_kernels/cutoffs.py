@@ -2,8 +2,8 @@
 
 Three launches. `_bound` splits every row among programs and keeps the maxima of interleaved columns: the k-th largest of them bounds
 the row's k-th largest from below and rather closely, so that few candidates lie above it. `_narrow` gathers those, again by many
-programs a row; the last of a row to arrive builds the exact cut-off bit by bit, by counting. `_whole_row` does the rest: rows whose
-nucleus is wider than the candidates, top_k in the hundreds, thousands of equal logits.
+programs a row; the last of a row to arrive builds the exact cut-off bit by bit, by counting, and draws the row's token from them.
+`_whole_row` does the rest: rows whose nucleus is wider than the candidates, top_k in the hundreds, thousands of equal logits.
 A row without limits costs a glance at each.
 """
 
@@ -30,13 +30,16 @@ _KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
 @dataclass(frozen=True)
 class CutoffWorkspace:
-    """Device memory of one call at a time. counters int32[2 · B], zero between launches; cutoffs float32[B], the result;
-    the rest is scratch: maxima and candidates of each row, its bound and largest logit, and each slice's count and mass."""
+    """Device memory of one call at a time. counters int32[2 · B], zero between launches; cutoffs float32[B] and drawn int32[B], the
+    results; the rest is scratch: maxima, candidates and their tokens of each row, its bound and largest logit, and each slice's count
+    and mass."""
 
     counters: Tensor
     cutoffs: Tensor
+    drawn: Tensor
     maxima: Tensor
     candidates: Tensor
+    tokens: Tensor
     bounds: Tensor
     counts: Tensor
     masses: Tensor
@@ -48,10 +51,11 @@ def cutoff_workspace(max_rows: int, device: torch.device | str) -> CutoffWorkspa
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    slices = configs.MAX_CUT_SLICES
+    slices, whole = configs.MAX_CUT_SLICES, torch.int32
+    most = slices * _segment(slices)
     return CutoffWorkspace(
-        make(2 * max_rows, dtype=torch.int32), make(max_rows), make(max_rows, _COLUMNS), make(max_rows, slices * _segment(slices)),
-        make(max_rows, 2), make(max_rows, slices, dtype=torch.int32), make(max_rows, slices),
+        make(2 * max_rows, dtype=whole), make(max_rows), make(max_rows, dtype=whole), make(max_rows, _COLUMNS), make(max_rows, most),
+        make(max_rows, most, dtype=whole), make(max_rows, 2), make(max_rows, slices, dtype=torch.int32), make(max_rows, slices),
     )  # fmt: skip
 
 
@@ -265,12 +269,14 @@ def _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
 
 @triton.jit
 def _bound(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, maxima_ptr, bounds_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, drawn_ptr, maxima_ptr, bounds_ptr,
     vocab, stride, slice_size,
     BITS: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, _, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    if part == 0:
+        tl.store(drawn_ptr + row, 0)
     if bounded:
         OWN: tl.constexpr = COLUMNS // SLICES
         logits = logits_ptr + row.to(tl.int64) * stride
@@ -292,6 +298,7 @@ def _bound(
                 bound = _kth(maxima, tl.where(in_k & (top_k <= _WANTED), top_k, _WANTED), BITS)
             else:
                 cutoff = top + temperature * tl.log(min_p)
+                bound = cutoff
             tl.store(bounds_ptr + 2 * row, bound)
             tl.store(bounds_ptr + 2 * row + 1, top)
             tl.store(cutoffs_ptr + row, cutoff)
@@ -302,14 +309,18 @@ def _bound(
 
 @triton.jit
 def _gather(
-    logits, start, end, bound, top, inverse, candidates, weighed, TILE: tl.constexpr, SEGMENT: tl.constexpr,
+    logits, start, end, bound, top, inverse, candidates, tokens, weighed, TILE: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of [start, end) from `bound` up to `candidates`, while they fit: how many there are; the mass, if weighed."""
+    """Write the logits of [start, end) from `bound` up to `candidates`, while they fit: how many there are; the mass, if weighed.
+
+    A slice that holds NaN or infinity has more than fit: such a row is nothing to draw from."""
     column = tl.arange(0, TILE)
     count = tl.zeros((), tl.int32)
     mass = tl.zeros((TILE,), tl.float32)
+    broken = tl.zeros((TILE,), tl.int32)
     for begin in tl.range(start, end, TILE, num_stages=4):
         x = tl.load(logits + begin + column, begin + column < end, float("-inf")).to(tl.float32)
+        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
         if weighed:
             mass += tl.exp((x - top) * inverse)
         chosen = ((x >= bound) & (begin + column < end)).to(tl.int32)
@@ -318,26 +329,53 @@ def _gather(
             if count < SEGMENT:
                 place = count + tl.cumsum(chosen, 0) - 1
                 tl.store(candidates + place, x, (chosen > 0) & (place < SEGMENT))
+                tl.store(tokens + place, begin + column, (chosen > 0) & (place < SEGMENT))
             count += found
-    return count, tl.sum(mass, 0)
+    return tl.where(tl.max(broken, 0) > 0, SEGMENT + 1, count), tl.sum(mass, 0)
+
+
+@triton.jit
+def _draw(
+    candidates, tokens, counts, cutoff, inverse, seed, sequence, position, SLICES: tl.constexpr, SEGMENT: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The kept token that wins with its noise, the lowest of equals: what sampling._choose finds by going over the whole row."""
+    best = tl.full((STEP,), float("-inf"), tl.float32)
+    best_id = tl.full((STEP,), 0x7FFFFFFF, tl.int32)
+    for start in range(0, SLICES * SEGMENT, STEP):
+        place = start + tl.arange(0, STEP)
+        held = place % SEGMENT < tl.load(counts + place // SEGMENT, cache_modifier=".cg")
+        x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
+        ids = tl.load(tokens + place, held, 0, cache_modifier=".cg")
+        none = (ids * 0).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(seed, none + position.to(tl.uint32), none + sequence.to(tl.uint32), (ids // 4).to(tl.uint32), none)
+        word = tl.where(ids % 4 == 0, w0, tl.where(ids % 4 == 1, w1, tl.where(ids % 4 == 2, w2, w3)))
+        bits = (word >> 9).to(tl.int32)
+        score = x * inverse - tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
+        score = tl.where(held & (x >= cutoff), score, float("-inf"))
+        best_id = tl.where((score > best) | ((score == best) & (ids < best_id)), ids, best_id)
+        best = tl.maximum(best, score)
+    return tl.min(tl.where(best == tl.max(best, 0), best_id, 0x7FFFFFFF), 0)
 
 
 @triton.jit
 def _narrow(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, bounds_ptr, candidates_ptr,
-    counts_ptr, masses_ptr, vocab, stride, slice_size,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
+    counters_ptr, cutoffs_ptr, drawn_ptr, out_ptr, bounds_ptr, candidates_ptr, tokens_ptr, counts_ptr, masses_ptr,
+    vocab, stride, slice_size,
     BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
-    if bounded & (in_k | in_p):
+    if bounded:
         logits = logits_ptr + row.to(tl.int64) * stride
         candidates = candidates_ptr + row.to(tl.int64) * (SLICES * SEGMENT)
+        tokens = tokens_ptr + row.to(tl.int64) * (SLICES * SEGMENT)
         bound, top = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
         inverse = 1.0 / temperature
         start = part * slice_size
         count, mass = _gather(
-            logits, start, tl.minimum(start + slice_size, vocab), bound, top, inverse, candidates + part * SEGMENT, ~in_k, TILE, SEGMENT
+            logits, start, tl.minimum(start + slice_size, vocab), bound, top, inverse, candidates + part * SEGMENT, tokens + part * SEGMENT,
+            in_p & ~in_k, TILE, SEGMENT,
         )  # fmt: skip
         tl.store(counts_ptr + row * SLICES + part, count)
         tl.store(masses_ptr + row * SLICES + part, mass)
@@ -350,8 +388,11 @@ def _narrow(
             held = place % SEGMENT < tl.load(counts_ptr + row * SLICES + place // SEGMENT, cache_modifier=".cg")
             x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
             open_end = float("nan")
-            cutoff = tl.full((), open_end, tl.float32)
-            if (tl.max(counts, 0) <= SEGMENT) & (~in_k | (top_k <= _WANTED)):
+            fits = tl.max(counts, 0) <= SEGMENT
+            cutoff = bound
+            if in_k | in_p:
+                cutoff = tl.full((), open_end, tl.float32)
+            if fits & (in_k | in_p) & (~in_k | (top_k <= _WANTED)):
                 weights = tl.exp((x - top) * inverse)
                 cutoff = tl.full((), float("-inf"), tl.float32)
                 if in_k:
@@ -368,12 +409,22 @@ def _narrow(
                     cutoff = tl.where(cutoff < least, least, cutoff)
             tl.store(cutoffs_ptr + row, cutoff)
             tl.store(counters_ptr + row, 0)
+            if fits & (cutoff == cutoff):
+                seed, sequence, position = tl.load(seeds_ptr + row), tl.load(sequence_ptr + row), tl.load(positions_ptr + row)
+                drawn = _draw(
+                    candidates, tokens, counts_ptr + row * SLICES, cutoff, inverse, seed, sequence, position, SLICES, SEGMENT, 256
+                )  # fmt: skip
+                tl.store(out_ptr + row, drawn)
+                tl.store(drawn_ptr + row, 1)
 
 
 def find_cutoffs(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, work: CutoffWorkspace, slices: int | None = None
-) -> Tensor:
-    """float32 [B]: the smallest logit that each row keeps, -inf where it keeps all. Rows of logits may be strided.
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, sequence: Tensor, positions: Tensor,
+    out: Tensor, work: CutoffWorkspace, slices: int | None = None,
+) -> None:  # fmt: skip
+    """work.cutoffs: the smallest logit that each row keeps, -inf where it keeps all. Rows of logits may be strided.
+
+    Rows that keep few have their token drawn into `out` in passing, and 1 in work.drawn. See reference.sample for the arguments.
 
     slices: programs that share a row, a power of two; as many as fill the device if not given. The mass of a row is a sum of its
     slices' sums, so a nucleus' edge may fall differently, by rounding, with another number of them.
@@ -381,20 +432,19 @@ def find_cutoffs(
     batch, vocab = logits.shape
     slices = configs.cut_slices(batch, vocab, logits.device) if slices is None else slices
     slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
-    limits = (temperature, top_k, top_p, min_p)
+    limits, draws = (temperature, top_k, top_p, min_p), (seeds, sequence, positions)
     bits, stride = _KEY_BITS[logits.dtype], logits.stride(0)
     rows = work.cutoffs.shape[0]
     first, second = work.counters[:rows], work.counters[rows:]
     _bound[(batch, slices)](
-        logits, *limits, first, work.cutoffs, work.maxima, work.bounds, vocab, stride, slice_size,
+        logits, *limits, first, work.cutoffs, work.drawn, work.maxima, work.bounds, vocab, stride, slice_size,
         bits, slices, _COLUMNS, _TILE, num_warps=4,
     )  # fmt: skip
     _narrow[(batch, slices)](
-        logits, *limits, second, work.cutoffs, work.bounds, work.candidates, work.counts, work.masses, vocab, stride, slice_size,
-        bits, slices, _segment(slices), _TILE, num_warps=4,
+        logits, *limits, *draws, second, work.cutoffs, work.drawn, out, work.bounds, work.candidates, work.tokens, work.counts,
+        work.masses, vocab, stride, slice_size, bits, slices, _segment(slices), _TILE, num_warps=4, maxnreg=96,
     )  # fmt: skip
     _whole_row[(batch,)](
         logits, *limits, work.cutoffs, work.candidates, vocab, stride,
-        bits, _COLUMNS, _CUT_TILE_BYTES // logits.element_size(), _CANDIDATES, num_warps=16,
+        bits, _COLUMNS, _CUT_TILE_BYTES // logits.element_size(), _CANDIDATES, num_warps=8, maxnreg=128,
     )  # fmt: skip
-    return work.cutoffs

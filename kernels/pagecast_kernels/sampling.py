@@ -48,7 +48,7 @@ def _bits(seed, sequence, position, start, QUADS: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, out_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, drawn_ptr, out_ptr,
     counters_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,
     SLICES: tl.constexpr, FILTERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -58,6 +58,8 @@ def _choose(
     random = (temperature >= GREEDY_BELOW) & (tl.load(top_k_ptr + row) != 1)
     cutoff = tl.full((), float("-inf"), tl.float32)
     if FILTERED:
+        if tl.load(drawn_ptr + row) > 0:
+            return
         cutoff = tl.load(cutoffs_ptr + row)
     seed, sequence, position = tl.load(seeds_ptr + row), tl.load(sequence_ptr + row), tl.load(positions_ptr + row)
     inverse = 1.0 / tl.where(random, temperature, 1.0)
@@ -128,11 +130,12 @@ def sample(
         return out
     work = sample_workspace(batch, logits.device) if workspace is None else workspace
     if filtered:
-        find_cutoffs(logits, temperature, top_k, top_p, min_p, work.narrowing)
+        find_cutoffs(logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, out, work.narrowing)
     slices = configs.sample_slices(batch, vocab, logits.device)
     slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
     _choose[(batch, slices)](
-        logits, temperature, top_k, seeds, sequence, positions, work.narrowing.cutoffs, out, work.counters, work.best, work.best_ids,
+        logits, temperature, top_k, seeds, sequence, positions, work.narrowing.cutoffs, work.narrowing.drawn, out,
+        work.counters, work.best, work.best_ids,
         vocab, logits.stride(0), slice_size, slices, filtered, _TILE, num_warps=8,
     )  # fmt: skip
     return out
