@@ -20,6 +20,8 @@ ROLES: dict[str, frozenset[Role]] = {
     "pagecast.v1.RuntimeService": frozenset({Role.OBSERVE}),
     "pagecast.v1.AdminService": frozenset({Role.ADMIN}),
     "xds.service.orca.v3.OpenRcaService": frozenset({Role.OBSERVE}),
+    "vllm.grpc.engine.VllmEngine": frozenset({Role.INFER}),
+    "inference.GRPCInferenceService": frozenset(Role),
     "grpc.channelz.v1.Channelz": frozenset({Role.ADMIN}),
     "grpc.health.v1.Health": frozenset(Role),
     "grpc.reflection.v1.ServerReflection": frozenset(Role),

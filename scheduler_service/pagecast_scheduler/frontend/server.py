@@ -19,6 +19,9 @@ from pagecast.v1 import (
     tokenizer_pb2_grpc,
 )
 from pagecast_scheduler.frontend.boundary import Boundary
+from pagecast_scheduler.frontend.compat import open_inference_pb2, open_inference_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
+from pagecast_scheduler.frontend.compat.open_inference import OpenInferenceServicer
+from pagecast_scheduler.frontend.compat.vllm_engine import VllmEngineServicer
 from pagecast_scheduler.frontend.generation import GenerationServicer
 from pagecast_scheduler.frontend.health import HealthServicer
 from pagecast_scheduler.frontend.listeners import Listener
@@ -38,6 +41,11 @@ SERVICES = tuple(
     )
 )
 """Our own services on the public listener."""
+COMPAT = tuple(
+    file.DESCRIPTOR.services_by_name[name].full_name
+    for file, name in ((vllm_engine_pb2, "VllmEngine"), (open_inference_pb2, "GRPCInferenceService"))
+)
+"""Other projects' services, beside ours."""
 HEALTH = "grpc.health.v1.Health"
 CHANNELZ = "grpc.channelz.v1.Channelz"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -54,20 +62,22 @@ class Services:
         self._runtime = RuntimeServicer(state)
         self._orca = OrcaServicer(state)
         self._health = health
+        self._vllm = VllmEngineServicer(state, self._generation)
+        self._open_inference = OpenInferenceServicer(state)
 
     def add_public(self, listener: Listener) -> None:
         """What clients, routers and meshes call."""
         boundary: Any = Boundary(listener.server)
         self._add_ours(boundary)
         if self._has_reflection:
-            _add_reflection(boundary, (*SERVICES, HEALTH, ORCA))
+            _add_reflection(boundary, (*SERVICES, *COMPAT, HEALTH, ORCA))
 
     def add_operator(self, listener: Listener) -> None:
         """All of the public services, and what only an operator may call."""
         boundary: Any = Boundary(listener.server)
         self._add_ours(boundary)
         channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.ChannelzServicer(), boundary)
-        _add_reflection(boundary, (*SERVICES, HEALTH, ORCA, CHANNELZ))
+        _add_reflection(boundary, (*SERVICES, *COMPAT, HEALTH, ORCA, CHANNELZ))
 
     def add_probe(self, listener: Listener) -> None:
         """Health checks and nothing else."""
@@ -80,6 +90,8 @@ class Services:
         runtime_pb2_grpc.add_RuntimeServiceServicer_to_server(self._runtime, boundary)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary)
         add_orca(boundary, self._orca)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._vllm, boundary)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self._open_inference, boundary)
 
 
 def _add_reflection(boundary: Boundary, names: tuple[str, ...]) -> None:

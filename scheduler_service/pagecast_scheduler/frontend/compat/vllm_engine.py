@@ -213,7 +213,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         welcome, limits = self._state.engine.welcome, self._state.limits()
         assert welcome is not None
         return pb.GetServerInfoResponse(
-            active_requests=len(self._state.engine.calls), is_paused=self._state.is_draining, uptime_seconds=time.monotonic() - self._started,
+            active_requests=len(self._state.engine.calls), is_paused=self._state.is_draining,
+            uptime_seconds=time.monotonic() - self._started,
             server_type="pagecast", data_parallel_size=1, block_size=limits.block_size, model_dtype=welcome.model.dtype,
             max_num_seqs=limits.max_num_seqs,
         )
@@ -228,7 +229,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         used = status.num_blocks_referenced
         share = used / max(1, status.num_blocks)
         load = pb.SchedulerLoad(
-            num_running_reqs=status.num_running, num_waiting_reqs=status.num_waiting, num_total_reqs=status.num_running + status.num_waiting,
+            num_running_reqs=status.num_running, num_waiting_reqs=status.num_waiting,
+            num_total_reqs=status.num_running + status.num_waiting,
             num_used_tokens=used * limits.block_size, max_total_num_tokens=limits.max_pool_tokens, token_usage=share, utilization=share,
             cache_hit_rate=status.prefix_tokens_hit / max(1, status.prefix_tokens_asked), max_running_requests=limits.max_num_seqs,
         )
