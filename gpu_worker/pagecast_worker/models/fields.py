@@ -13,7 +13,7 @@ _NO_EFFECT = {
     "transformers.js_config", "output_attentions", "output_hidden_states", "return_dict", "_attn_implementation_autoset",
     "hidden_dropout", "embedding_dropout", "resid_pdrop", "embd_pdrop", "auto_map", "output_router_logits", "router_aux_loss_coef",
     "router_jitter_noise", "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "is_encoder_decoder", "tokenizer_class",
-    "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "keys_to_ignore_at_inference", "layer_norm_eps",
+    "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "keys_to_ignore_at_inference",
 }
 """Fields without influence on what a served model computes: training, bookkeeping, and code that is never run."""
 
@@ -34,6 +34,11 @@ class Fields:
         self._read.add(name)
         value = self.values.get(name)
         return default if value is None else value
+
+    def default(self, name: str, value: Any) -> None:
+        """What a field is where it is missing or null."""
+        if self.values.get(name) is None:
+            self.values[name] = value
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(name, default)

@@ -9,7 +9,8 @@ from pagecast_worker.models.fields import Fields
 
 def shared(fields: Fields, sliding: list[bool], **own: Any) -> ModelConfig:
     """What Gemma 2 and 3 have in common. sliding: the layers with a window, where the file does not list them."""
-    fields.values.setdefault("tie_word_embeddings", True)
+    fields.default("tie_word_embeddings", True)
+    fields.default("hidden_activation", "gelu_pytorch_tanh")
     fields.must_be("attention_bias", False)
     fields.must_be("use_bidirectional_attention", False)
     fields.get("hidden_act")  # older files carry it beside hidden_activation, which counts

@@ -7,7 +7,7 @@ from pagecast_worker.models.weights import Piece
 
 
 def read(fields: Fields) -> ModelConfig:
-    fields.values.setdefault("partial_rotary_factor", 0.5)
+    fields.default("partial_rotary_factor", 0.5)
     return dense(fields, attention_bias=fields.flag("attention_bias", True), interleaved=True, head_dim=fields.integer("head_dim", 128))
 
 

@@ -10,6 +10,7 @@ from pagecast_worker.models.fields import Fields
 
 
 def read(fields: Fields) -> ModelConfig:
+    fields.must_be("use_sliding_window", False)
     count = fields.integer("num_experts", fields.get("num_local_experts"))
     experts = ExpertsConfig(
         Routing(fields.integer("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob")), count,
