@@ -97,6 +97,19 @@ def check_port(host: str, port: int) -> None:
         raise StartError(f"cannot listen on {host}:{port}: {why}", 2) from None
 
 
+def hold_port(host: str, port: int) -> socket.socket:
+    """Keeps an address that several processes of one cluster share from those of another, which the system would let share it too.
+    Held while the socket is open, gone with this process however it ends. Raises StartError if another cluster has it."""
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0pagecast-listen-{host}:{port}")  # a name without a file, of this network namespace, as ports are
+    except OSError as error:
+        holder.close()
+        why = "another cluster has it" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartError(f"cannot listen on {host}:{port}: {why}", 2) from None
+    return holder
+
+
 def shared_port(host: str) -> tuple[int, socket.socket]:
     """A free port that several processes can listen on together, and the socket that keeps it for them while it is open."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
                     chosen[name], keeper = cluster.shared_port(chosen["host"])
                     chosen[keeps] = True
                     keepers.enter_context(keeper)
+            if chosen["num_frontends"] > 1:
+                keepers.enter_context(cluster.hold_port(chosen["host"], chosen["port"]))
             screen = Screen(str(chosen["served_model_name"]))
             supervisor = Supervisor(cluster.role_specs(chosen, str(run_dir.path)), run_dir, screen.on_event, screen.on_output)
             try:

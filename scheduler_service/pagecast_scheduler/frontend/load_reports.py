@@ -4,6 +4,8 @@ application_utilization is what balancers weigh by: the larger of the KV pool's 
 """
 
 import asyncio
+import math
+import time
 from typing import Any
 
 import grpc
@@ -16,6 +18,27 @@ ORCA = orca_pb2.DESCRIPTOR.services_by_name["OpenRcaService"].full_name
 TRAILER = "endpoint-load-metrics-bin"
 MIN_INTERVAL_S, DEFAULT_INTERVAL_S = 0.1, 1.0
 """How often a stream reports at most, and where the client asks for nothing."""
+
+
+class Rate:
+    """Events per second of late: each counts fully at first and fades over ten seconds."""
+
+    FADE_S = 10.0
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._at = time.monotonic()
+
+    def count(self) -> None:
+        """One more."""
+        self._value = self.now() + 1 / self.FADE_S
+
+    def now(self) -> float:
+        """Events per second."""
+        now = time.monotonic()
+        self._value *= math.exp((self._at - now) / self.FADE_S)
+        self._at = now
+        return self._value
 
 
 def load_report(state: ServiceState) -> OrcaLoadReport:
@@ -36,9 +59,12 @@ def load_report(state: ServiceState) -> OrcaLoadReport:
     )  # fmt: skip
 
 
-def trailer(state: ServiceState) -> tuple[str, bytes]:
-    """The report as trailing metadata."""
-    return TRAILER, load_report(state).SerializeToString()
+def trailer(state: ServiceState, answers: Rate) -> tuple[str, bytes]:
+    """The report of one more answer as trailing metadata. Balancers weigh a replica by answers per second over its utilization."""
+    answers.count()
+    report = load_report(state)
+    report.rps_fractional = answers.now()
+    return TRAILER, report.SerializeToString()
 
 
 class OrcaServicer:

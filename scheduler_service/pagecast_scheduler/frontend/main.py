@@ -31,7 +31,7 @@ from pagecast_scheduler.frontend.listeners import (
     listen_for_probes,
     listen_publicly,
 )
-from pagecast_scheduler.frontend.load_reports import trailer
+from pagecast_scheduler.frontend.load_reports import Rate, trailer
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.namespace import load_key
@@ -111,7 +111,8 @@ class Frontend:
             raise StartError(f"cannot serve metrics on port {config.frontend_metrics_port}: {error.strerror}") from None
         except ModuleNotFoundError as error:
             raise StartError(f"otlp_endpoint needs the package {error.name}; install it with: pip install 'pagecast[otel]'") from None
-        return Guards(authorizer, certificates, metrics, spans, lambda: trailer(self.state))
+        answers = Rate()
+        return Guards(authorizer, certificates, metrics, spans, lambda: trailer(self.state, answers))
 
     def _listen(self) -> None:
         """Binds every listener. Raises PortInUse."""
