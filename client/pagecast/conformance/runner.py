@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from pagecast.conformance import checks, contract_checks, structured_checks
+from pagecast.conformance import checks, contract_checks, resume_checks, structured_checks
 from pagecast.conformance.cases import Case
 from pagecast.conformance.endpoint import Broken, Endpoint, failure_of
 from pagecast.v1 import generation_pb2 as pb
@@ -22,6 +22,8 @@ CHECKS: dict[str, checks.Check] = {
     "penalties": contract_checks.penalties,
     "cancels": contract_checks.cancels,
     "request_ids": contract_checks.request_ids,
+    "resume": resume_checks.resume,
+    "cancel_by_id": resume_checks.cancel_by_id,
     "deadlines": contract_checks.deadlines,
     "schemas": structured_checks.schemas,
     "fits": structured_checks.fits,
