@@ -144,6 +144,7 @@ def _scratch(config: WorkerConfig, model: Decoder, device: torch.device) -> dict
     else:
         heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         found["paged_decode"] = triton_ops.step_workspace(rows, *heads, device)
+        found["paged_decode_shared"] = triton_ops.shared_workspace(rows, *heads, device)
     if experts is not None:
         found["mixture"] = triton_ops.experts_workspace(experts.count, device)
     return found

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagecast_worker.row_book import Int, RowBook
+from pagecast_worker.sharing import SMALLEST_BATCH, PrefixSharing, SharedOnDevice
 from pagecast_worker.step_outputs import Decoded
 
 
@@ -18,45 +20,70 @@ def buckets(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """Captured steps over one static row buffer. Unused places of a bucket hold the padding row, which kernels skip.
 
-    decode: computes one step of int32[B] rows; it must not wait for the device nor look at values on the CPU.
+    decode: computes one step of int32[B] rows; it must not wait for the device nor look at values on the CPU. Where prefixes can be
+    shared, larger buckets have a second graph that reads a shared prefix once, and a second buffer that says which.
     """
 
-    def __init__(self, decode: Callable[[Tensor], Decoded], max_num_seqs: int, padding: int, device: torch.device) -> None:
+    def __init__(
+        self, decode: Callable[[Tensor, SharedOnDevice | None], Decoded], max_num_seqs: int, padding: int, device: torch.device,
+        sharing: PrefixSharing | None = None,
+    ) -> None:  # fmt: skip
         self._decode = decode
         self._padding = padding
+        self._sharing = sharing
         self.sizes = buckets(max_num_seqs)
+        large = [size for size in self.sizes if size % 64 == 0 or size == self.sizes[-1]]
+        self.shared_sizes = [size for size in large if size >= SMALLEST_BATCH] if sharing is not None else []
+        words = max((sharing.words(size) for size in self.shared_sizes), default=0) if sharing is not None else 0
+        self._shared = torch.zeros(words, dtype=torch.int32, device=device)
         self.rows = torch.full((self.sizes[-1],), padding, dtype=torch.int32, device=device)
-        self._held: tuple[int, bytes] = (0, b"")
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
+        self._held: tuple[tuple[int, bool], bytes] = ((0, False), b"")
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Decoded]] = {}
 
     def capture(self, pool: Any, progress: Callable[[int, int], None]) -> None:
         """Capture every bucket, largest first so that the smaller ones fit into its memory. progress: done and total."""
         for done, size in enumerate(reversed(self.sizes), 1):
-            self._decode(self.rows[:size])
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that looks after it
-                decoded = self._decode(self.rows[:size])
-            self._graphs[size] = (graph, decoded)
+            self._capture(pool, size, False)
+            if size in self.shared_sizes:
+                self._capture(pool, size, True)
             progress(done, len(self.sizes))
 
-    def padded(self, rows: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> "np.ndarray[tuple[int], np.dtype[np.int64]] | None":
-        """The row numbers to send for this step, padded to the bucket; None if the buffer holds them already."""
-        size = self._bucket(len(rows))
-        key = (size, rows.tobytes())
+    def _capture(self, pool: Any, size: int, shares: bool) -> None:
+        self._run(size, shares)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that looks after it
+            decoded = self._run(size, shares)
+        self._graphs[size, shares] = (graph, decoded)
+
+    def _run(self, size: int, shares: bool) -> Decoded:
+        """The step that a graph holds, over the buffers as they are."""
+        shared = self._sharing.view(size, self._shared) if shares and self._sharing is not None else None
+        return self._decode(self.rows[:size], shared)
+
+    def padded(self, rows: Int, book: RowBook) -> Int | None:
+        """What to send for this step: row numbers, padded to the bucket, and who shares a prefix; None if the buffers hold it already."""
+        sharing = self._sharing.of(book, rows) if self._sharing is not None and len(rows) >= SMALLEST_BATCH else None
+        size = next(size for size in (self.sizes if sharing is None else self.shared_sizes) if size >= len(rows))
+        sent = np.concatenate((rows, np.full(size - len(rows), self._padding)))
+        if sharing is not None and self._sharing is not None:
+            sent = np.concatenate((sent, self._sharing.pack(sharing, size)))
+        key = ((size, sharing is not None), sent.tobytes())
         if key == self._held:
             return None
         self._held = key
-        return np.concatenate((rows, np.full(size - len(rows), self._padding)))
+        return sent
 
-    def replay(self, count: int, sent: Tensor | None) -> Decoded:
-        """One step of `count` rows. sent: what `padded` asked for, on the device. The result covers the whole bucket."""
-        size = self._bucket(count)
+    def replay(self, sent: Tensor | None) -> Decoded:
+        """The step that `padded` was asked about last. sent: what it gave, on the device. The result covers the whole bucket."""
+        size, shares = self._held[0]
         if sent is not None:
-            self.rows[:size].copy_(sent)
-        graph, decoded = self._graphs[size]
+            self.rows[:size].copy_(sent[:size])
+            if shares:
+                self._shared[: len(sent) - size].copy_(sent[size:])
+        return self._replay(size, shares)
+
+    def _replay(self, size: int, shares: bool) -> Decoded:
+        graph, decoded = self._graphs[size, shares]
         graph.replay()
         return decoded
-
-    def _bucket(self, count: int) -> int:
-        return next(size for size in self.sizes if size >= count)

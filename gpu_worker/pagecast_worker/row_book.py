@@ -68,6 +68,8 @@ class RowBook:
     def __init__(self, start: StartEpoch, max_blocks: int) -> None:
         rows = start.max_num_seqs
         self.start = start
+        self.version = 0
+        """Counts admissions: while it stays, a row's leading blocks do."""
         self.max_blocks = max_blocks
         self.table = np.zeros((rows, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
@@ -171,6 +173,7 @@ class RowBook:
         if row >= len(self.active) or self.active[row] or not 0 < len(tokens) <= self.known.shape[1] or len(blocks) > self.max_blocks:
             raise PlanError(f"admission to row {row} of {len(tokens)} tokens in {len(blocks)} blocks does not fit")
         self.active[row] = True
+        self.version += 1
         self.known[row, : len(tokens)] = tokens
         self.num_known[row] = self.num_tokens[row] = len(tokens)
         self.max_tokens[row], self.min_tokens[row] = admission.max_tokens, admission.min_tokens

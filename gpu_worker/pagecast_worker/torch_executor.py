@@ -35,6 +35,7 @@ from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.results import Arrays, Kept, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
+from pagecast_worker.sharing import SharedOnDevice, sharing_for
 from pagecast_worker.staging import Download, Packet
 from pagecast_worker.step_outputs import Decoded
 from pagecast_worker.token_rules import Masks, PromptPart, StepRules, TokenRules
@@ -167,7 +168,8 @@ class TorchExecutor:
         pool = torch.cuda.graph_pool_handle()
         sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, self.model.parameters_of_a_token())
         mixed = MixedGraphs(self._padded, sizes, padding, self.device)
-        graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device)
+        sharing = sharing_for(self.model, self.dtype)
+        graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device, sharing)
         total = len(graphs.sizes) + len(sizes)
         graphs.capture(pool, lambda done, _: progress(done, total))
         mixed.capture(pool, self.model.ranks.all_agree, lambda done, _: progress(len(graphs.sizes) + done, total))
@@ -301,7 +303,7 @@ class TorchExecutor:
         rows = schedule.decode_rows
         if not len(rows):
             return False
-        padded = self._graphs.padded(rows) if self._graphs is not None else rows
+        padded = self._graphs.padded(rows, book) if self._graphs is not None else rows
         if padded is None:
             return False
         packet.add(padded)
@@ -312,7 +314,7 @@ class TorchExecutor:
         if not schedule.decode_only:
             return self._mixed(schedule, parts, kept)
         if len(schedule.decode_rows):
-            return self._decode_rows(len(schedule.decode_rows), parts[0] if sent else None)
+            return self._decode_rows(parts[0] if sent else None)
         return None
 
     def _sampled(self, rows: Int, wanted: StepRules | None, decoded: Decoded | None, kept: Kept, masks: Masks | None = None) -> None:
@@ -331,22 +333,24 @@ class TorchExecutor:
 
     def _later(self, rows: Int) -> Decoded:
         """One more decode step of a k-step plan."""
-        padded = self._graphs.padded(rows) if self._graphs is not None else rows
+        assert self._book is not None
+        padded = self._graphs.padded(rows, self._book) if self._graphs is not None else rows
         sent = None
         if padded is not None:
             sent = self.backend.staging.upload(padded.astype(np.int32))
-        return self._decode_rows(len(rows), sent)
+        return self._decode_rows(sent)
 
-    def _decode_rows(self, count: int, sent: Tensor | None) -> Decoded:
-        """A decode step of `count` rows, through a graph where there is one. sent: their numbers, if the device lacks them."""
+    def _decode_rows(self, sent: Tensor | None) -> Decoded:
+        """A decode step, through a graph where there is one. sent: its rows' numbers, if the device lacks them."""
         if self._graphs is not None:
-            return self._graphs.replay(count, sent)
+            return self._graphs.replay(sent)
         assert sent is not None
         return self._decode(sent)
 
-    def _decode(self, rows: Tensor) -> Decoded:
-        """One decode step of rows int32[B]; what graphs capture."""
+    def _decode(self, rows: Tensor, shared: SharedOnDevice | None = None) -> Decoded:
+        """One decode step of rows int32[B]; what graphs capture. shared: prefixes to read once."""
         step, sampling = decode_inputs(self.ops, self.state, rows, self.config.block_size)
+        step.shared = shared
         logits = self.model.logits(self.ops, self.model.forward(self.ops, step, self.cache.layers))
         return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagecast_kernels import configs
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
-_CUT_TILE_BYTES = 16384  # of logits a step of `_whole_row`, which has a whole row before it
+_CUT_TILE_BYTES = 8192  # of logits a step of `_whole_row`, which has a whole row before it
 _TILE = 2048  # logits a step of the programs that share a row
 _COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
 _CANDIDATES = 1024  # how many a row may have in `_whole_row` before it is searched in full

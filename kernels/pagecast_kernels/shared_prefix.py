@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.decode import DecodeWorkspace, PrefixResults, _attend, paged_decode
+from pagecast_kernels.decode import DecodeWorkspace, PrefixResults, _attend, decode_workspace, paged_decode
 
 ROWS = 128  # query rows of a program: sequences times the heads that share a KV head
 _TILE, _WARPS, _STAGES = 64, 8, 3
@@ -33,9 +33,11 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True)
-class PrefixWorkspace:
-    """Device memory of one launch at a time. parts float32[n, D], stats float32[n, 2] (maximum in base 2, sum), n = query rows · splits."""
+class SharedWorkspace:
+    """Device memory of one launch at a time. scratch: of decode; parts float32[n, D], stats float32[n, 2] (maximum in base 2, sum) of the
+    prefixes, n = query rows · splits."""
 
+    scratch: DecodeWorkspace
     parts: Tensor
     stats: Tensor
 
@@ -56,10 +58,11 @@ def prefix_splits(batch: int, num_heads: int, num_kv_heads: int, device: torch.d
     return 1 << wanted.bit_length() - 1
 
 
-def make_prefix_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> PrefixWorkspace:
-    """Workspace for any batch of at most max_seqs sequences."""
+def shared_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> SharedWorkspace:
+    """Workspace for any batch of at most max_seqs sequences; it may be made before a graph is captured and used inside it."""
     rows = num_heads * max(batch * prefix_splits(batch, num_heads, num_kv_heads, device) for batch in range(1, max_seqs + 1))
-    return PrefixWorkspace(*(torch.empty((rows, width), dtype=torch.float32, device=device) for width in (head_dim, 2)))
+    parts, stats = (torch.empty((rows, width), dtype=torch.float32, device=device) for width in (head_dim, 2))
+    return SharedWorkspace(decode_workspace(max_seqs, num_heads, num_kv_heads, head_dim, device), parts, stats)
 
 
 @triton.jit
@@ -99,14 +102,14 @@ def _attend_prefix(
 
 def paged_decode_shared(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
-    shared: SharedPrefixes, *, softcap: float = 0.0, workspace: DecodeWorkspace | None = None,
-    prefix_workspace: PrefixWorkspace | None = None, out: Tensor | None = None, config: configs.Decode | None = None,
+    shared: SharedPrefixes, *, softcap: float = 0.0, workspace: SharedWorkspace | None = None, out: Tensor | None = None,
+    config: configs.Decode | None = None,
 ) -> Tensor:  # fmt: skip
     """decode.paged_decode of sequences of which some begin alike: the same result, but for rounding."""
     (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     splits = prefix_splits(batch, num_heads, num_kv_heads, q.device)
-    work = make_prefix_workspace(batch, num_heads, num_kv_heads, dim, q.device) if prefix_workspace is None else prefix_workspace
+    work = shared_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
     factor, cap = configs.score_scale(scale, softcap)
     _attend_prefix[(shared.items.shape[0] * num_kv_heads, splits)](
         q, k_cache, v_cache, block_table, shared.members, shared.items, work.parts, work.stats, block_table.stride(0), factor, cap,
@@ -114,6 +117,6 @@ def paged_decode_shared(
         _TILE if dim <= 128 else 16, _STAGES if dim <= 128 else 2, splits, num_warps=_WARPS,
     )  # fmt: skip
     return paged_decode(
-        q, k_cache, v_cache, block_table, rows, seq_lens, scale, softcap=softcap, workspace=workspace, out=out, config=config,
+        q, k_cache, v_cache, block_table, rows, seq_lens, scale, softcap=softcap, workspace=work.scratch, out=out, config=config,
         prefix=PrefixResults(shared.skip, work.parts, work.stats, splits),
     )  # fmt: skip

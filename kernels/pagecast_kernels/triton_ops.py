@@ -10,14 +10,14 @@ from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
 from pagecast_kernels.rope import rope_and_write_kv
 from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
-from pagecast_kernels.shared_prefix import PrefixWorkspace, SharedPrefixes, make_prefix_workspace, paged_decode_shared
+from pagecast_kernels.shared_prefix import SharedPrefixes, SharedWorkspace, paged_decode_shared, shared_workspace
 from pagecast_kernels.steps import finish_rows, gather_rows
 from pagecast_kernels.token_rules import adjust_logits, forbid_tokens, note_tokens
 
 __all__ = [
-    "PrefixWorkspace",
     "SampleWorkspace",
     "SharedPrefixes",
+    "SharedWorkspace",
     "StepWorkspace",
     "add_rms_norm",
     "adjust_logits",
@@ -32,7 +32,6 @@ __all__ = [
     "latent_prefill",
     "latent_rope_and_write",
     "latent_workspace",
-    "make_prefix_workspace",
     "mixture",
     "note_tokens",
     "paged_decode",
@@ -42,6 +41,7 @@ __all__ = [
     "rope_and_write_kv",
     "sample",
     "sample_workspace",
+    "shared_workspace",
     "silu_mul",
     "step_workspace",
     "top_logprobs",

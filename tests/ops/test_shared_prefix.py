@@ -33,14 +33,14 @@ def test_shared_decode_equals_float64(heads: int, kv_heads: int, dim: int, size:
         case.block_table[case.rows[group].long(), : tokens // size] = case.block_table[case.rows[group[0]].long(), : tokens // size]
     shared = sharing(groups, heads, kv_heads, len(lens), case.block_table, case.rows)
     tables = (case.block_table, case.rows, case.seq_lens, 0.1)
-    work = decode.decode_workspace(len(lens), heads, kv_heads, dim, "cpu")
+    work = shared_prefix.shared_workspace(len(lens), heads, kv_heads, dim, "cpu")
     exact = case.to(torch.float64)
     want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables)
     for config in (None, configs.Decode(tile=32, warps=4, stages=2, programs=7)):
         got = torch.full_like(case.q, float("nan"))
         shared_prefix.paged_decode_shared(case.q, case.k_cache, case.v_cache, *tables, shared, workspace=work, out=got, config=config)
         assert paged_case.relative_error(got, want) < 1e-5
-        assert not work.counters.any()
+        assert not work.scratch.counters.any()
 
 
 def test_more_members_than_one_program_takes() -> None:

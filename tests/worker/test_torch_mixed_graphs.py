@@ -24,11 +24,8 @@ SIZES = [Size(8, 2, 3, 5), Size(16, 8, 3, 8), Size(24, 8, 3, 8), Size(56, 8, 3, 
 class ReplayedHere(DecodeGraphs):
     """Graphs without CUDA: a replay computes the padded bucket again, into the same row buffer."""
 
-    def replay(self, count, sent):
-        size = self._bucket(count)
-        if sent is not None:
-            self.rows[:size].copy_(sent)
-        return self._decode(self.rows[:size])
+    def _replay(self, size, shares):
+        return self._run(size, shares)
 
 
 class MixedHere(MixedGraphs):

@@ -47,6 +47,9 @@ class Attention:
 
     def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         decodes, looks = step.num_decodes, {"window": self.window, "softcap": self.softcap, **self.kv_scales}
+        if step.shared is not None:
+            tables = (step.block_table, step.decode_rows, step.decode_seq_lens)
+            return ops.paged_decode_shared(q, k_cache, v_cache, *tables, self.scale, step.shared, softcap=self.softcap)
         if not step.num_prefills:
             return ops.paged_decode(q, k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, **looks)
         out = torch.empty_like(q)

@@ -1,6 +1,7 @@
 """What one forward pass computes over, as tensors on the device. Built by `inputs`, read by the layers."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +14,8 @@ class StepInputs:
     prefill_rows, prefill_seq_lens int32[N]; query_start_loc int32[N + 1], counted from the step's first token.
     Where a graph holds the step, B is the places there are: decode_rows past the real ones are padding (length 0) and their tokens are
     the chunks' already, so attention decodes first and lets the chunks' results overwrite what it gave for padding.
-    max_query_len: longest chunk, known on the CPU.
+    max_query_len: longest chunk, known on the CPU. shared: which of the decoding sequences begin with the same blocks, if that pays; only
+    in steps without chunks.
     """
 
     token_ids: Tensor
@@ -28,3 +30,4 @@ class StepInputs:
     prefill_seq_lens: Tensor | None = None
     query_start_loc: Tensor | None = None
     max_query_len: int = 0
+    shared: Any = None
