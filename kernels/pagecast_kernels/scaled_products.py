@@ -76,7 +76,8 @@ def scaled_product(
     """See reference_quantized.scaled_product. Everything is contiguous; config overrides the launch table, and the library."""
     (rows, depth), columns = x.shape, weight.shape[0]
     fp8 = weight.dtype == torch.float8_e4m3fn
-    if fp8 and config is None and rows >= LIBRARY_FROM and depth % 16 == 0 and columns % 16 == 0 and has_library(x.device):
+    fits = fp8 and dtype == torch.bfloat16 and depth % 16 == 0 and columns % 16 == 0
+    if fits and config is None and rows >= LIBRARY_FROM and has_library(x.device):
         y = torch._scaled_mm(x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], out_dtype=dtype, use_fast_accum=True)
         y = y if bias is None else y.add_(bias)
         return y if out is None else out.copy_(y)
