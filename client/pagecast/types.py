@@ -275,6 +275,10 @@ class Limits:
     max_tools_bytes: int
     max_template_kwargs_bytes: int
     max_rendered_chars: int
+    max_role_length: int
+    max_duration_s: int
+    min_progress_s: float
+    max_progress_s: float
 
 
 @dataclass(frozen=True, slots=True)

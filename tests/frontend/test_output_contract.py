@@ -1,5 +1,6 @@
 """The output contract over a real port and a fake scheduler: n, log-probabilities, constraints, tool calls, usage of failed calls."""
 
+import dataclasses
 import json
 import struct
 from typing import Any
@@ -277,3 +278,31 @@ async def test_a_failed_call_tells_its_usage(rig: Rig) -> None:
     assert {name: told[name] for name in ("prompt_tokens", "cached_prompt_tokens", "output_tokens", "recomputed_tokens")} == {
         "prompt_tokens": "3", "cached_prompt_tokens": "1", "output_tokens": "2", "recomputed_tokens": "0",
     }  # fmt: skip
+
+
+async def test_an_answer_that_would_not_fit_a_message_is_refused_and_a_stream_is_not(rig: Rig) -> None:
+    wanted = spec(
+        sampling=pb.SamplingOptions(num_sequences=64), stopping=pb.StoppingOptions(max_output_tokens=250),
+        output=pb.OutputOptions(logprobs=pb.LogprobsOptions(top_n=20), prompt_logprobs=pb.LogprobsOptions(top_n=20)),
+    )  # fmt: skip
+    small = spec(stopping=pb.StoppingOptions(max_output_tokens=250), output=pb.OutputOptions(logprobs=pb.LogprobsOptions(top_n=20)))
+    rig.frontend.state.config = dataclasses.replace(rig.frontend.state.config, max_message_bytes=1 << 20)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.generation.Generate(pb.GenerateRequest(spec=wanted))
+    assert [v.field for v in details(caught.value)[1]["BadRequest"].field_violations] == ["spec.stopping.max_output_tokens"]
+    call = stream(rig, wanted)
+    await rig.scheduler.accept()
+    call.cancel()
+    fits = rig.generation.Generate(pb.GenerateRequest(spec=small))
+    await rig.scheduler.accept(2)
+    fits.cancel()
+
+
+async def test_token_rules_that_leave_no_token_are_named_without_a_constraint(rig: Rig) -> None:
+    call = rig.generation.Generate(pb.GenerateRequest(spec=spec()))
+    submit = await rig.scheduler.accept()
+    end = Finished(submit.key, 0, FinishReason.CONSTRAINT_FAILED, usage(0), constraint_fault=ConstraintFault.NO_TOKEN)
+    await rig.scheduler.finish(end)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert [v.field for v in details(caught.value)[1]["BadRequest"].field_violations] == ["spec.sampling"]

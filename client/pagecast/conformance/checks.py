@@ -61,9 +61,9 @@ async def failure(endpoint: Endpoint, data: Data, streaming: bool) -> Failure:
 
 
 async def refused(endpoint: Endpoint, data: Data) -> str:
-    """Both methods refuse, with `code`, `reason`, and every path of `fields`."""
+    """Both methods refuse (or Generate alone: `unary`), with `code`, `reason`, and every path of `fields`."""
     require(endpoint, data)
-    for streaming in (False, True):
+    for streaming in (False,) if data.get("unary") else (False, True):
         got = await failure(endpoint, data, streaming)
         code = data.get("code", "INVALID_ARGUMENT")
         hold(got.code == code, f"{got.code} ({got.message[:100]}), not {code}")

@@ -182,6 +182,10 @@ class ModelLimits(_message.Message):
     MAX_TOOLS_BYTES_FIELD_NUMBER: _builtins.int
     MAX_TEMPLATE_KWARGS_BYTES_FIELD_NUMBER: _builtins.int
     MAX_RENDERED_CHARS_FIELD_NUMBER: _builtins.int
+    MAX_ROLE_LENGTH_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_S_FIELD_NUMBER: _builtins.int
+    MIN_PROGRESS_S_FIELD_NUMBER: _builtins.int
+    MAX_PROGRESS_S_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     max_pool_tokens: _builtins.int
     """Tokens that the whole block pool holds; prompt + max_output_tokens of one request must fit."""
@@ -222,6 +226,12 @@ class ModelLimits(_message.Message):
     """template_kwargs as JSON."""
     max_rendered_chars: _builtins.int
     """Text that a conversation may become under the template, in characters."""
+    max_role_length: _builtins.int
+    max_duration_s: _builtins.int
+    """Longest time_budget and max_queue_time, in seconds."""
+    min_progress_s: _builtins.float
+    """progress_interval, in seconds."""
+    max_progress_s: _builtins.float
     def __init__(
         self,
         *,
@@ -255,10 +265,14 @@ class ModelLimits(_message.Message):
         max_tools_bytes: _builtins.int = ...,
         max_template_kwargs_bytes: _builtins.int = ...,
         max_rendered_chars: _builtins.int = ...,
+        max_role_length: _builtins.int = ...,
+        max_duration_s: _builtins.int = ...,
+        min_progress_s: _builtins.float = ...,
+        max_progress_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_allowed_token_ids", b"max_allowed_token_ids", "max_bad_sequence_tokens", b"max_bad_sequence_tokens", "max_bad_sequences", b"max_bad_sequences", "max_cache_scope_length", b"max_cache_scope_length", "max_chat_messages", b"max_chat_messages", "max_choices", b"max_choices", "max_constraint_bytes", b"max_constraint_bytes", "max_constraint_depth", b"max_constraint_depth", "max_logit_bias", b"max_logit_bias", "max_logit_bias_tokens", b"max_logit_bias_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_num_sequences", b"max_num_sequences", "max_penalty", b"max_penalty", "max_pool_tokens", b"max_pool_tokens", "max_prompt_logprobs_tokens", b"max_prompt_logprobs_tokens", "max_rendered_chars", b"max_rendered_chars", "max_repetition_penalty", b"max_repetition_penalty", "max_request_id_length", b"max_request_id_length", "max_stop_text_bytes", b"max_stop_text_bytes", "max_stop_texts", b"max_stop_texts", "max_stop_token_ids", b"max_stop_token_ids", "max_temperature", b"max_temperature", "max_template_kwargs_bytes", b"max_template_kwargs_bytes", "max_tools", b"max_tools", "max_tools_bytes", b"max_tools_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_allowed_token_ids", b"max_allowed_token_ids", "max_bad_sequence_tokens", b"max_bad_sequence_tokens", "max_bad_sequences", b"max_bad_sequences", "max_cache_scope_length", b"max_cache_scope_length", "max_chat_messages", b"max_chat_messages", "max_choices", b"max_choices", "max_constraint_bytes", b"max_constraint_bytes", "max_constraint_depth", b"max_constraint_depth", "max_duration_s", b"max_duration_s", "max_logit_bias", b"max_logit_bias", "max_logit_bias_tokens", b"max_logit_bias_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_num_sequences", b"max_num_sequences", "max_penalty", b"max_penalty", "max_pool_tokens", b"max_pool_tokens", "max_progress_s", b"max_progress_s", "max_prompt_logprobs_tokens", b"max_prompt_logprobs_tokens", "max_rendered_chars", b"max_rendered_chars", "max_repetition_penalty", b"max_repetition_penalty", "max_request_id_length", b"max_request_id_length", "max_role_length", b"max_role_length", "max_stop_text_bytes", b"max_stop_text_bytes", "max_stop_texts", b"max_stop_texts", "max_stop_token_ids", b"max_stop_token_ids", "max_temperature", b"max_temperature", "max_template_kwargs_bytes", b"max_template_kwargs_bytes", "max_tools", b"max_tools", "max_tools_bytes", b"max_tools_bytes", "min_progress_s", b"min_progress_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

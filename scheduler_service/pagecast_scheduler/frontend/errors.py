@@ -207,12 +207,15 @@ _FAULTS = {
 }
 
 
-def of_finished(finished: Finished) -> Refusal:
-    """What a caller is told when an accepted request ends without success."""
+def of_finished(finished: Finished, is_constrained: bool) -> Refusal:
+    """What a caller is told when an accepted request ends without success. Token rules can leave no token without a constraint too."""
     refusal = Refusal(OF_FINISH[finished.reason])
     if finished.reason is FinishReason.CONSTRAINT_FAILED:
         fault = ConstraintFault(finished.constraint_fault)
-        refusal.violations = (Violation("spec.constraint", _FAULTS.get(fault, "cannot be followed")),)
+        if is_constrained:
+            refusal.violations = (Violation("spec.constraint", _FAULTS.get(fault, "cannot be followed")),)
+        else:
+            refusal.violations = (Violation("spec.sampling", "the token rules leave no token to choose from"),)
         refusal.metadata = {"fault": fault.name}
     return refusal
 

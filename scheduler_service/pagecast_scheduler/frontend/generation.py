@@ -26,7 +26,7 @@ from pagecast_scheduler.frontend.resuming import digest_of, pack, unknown_yet, u
 from pagecast_scheduler.frontend.sampling_rules import check_something_allowed, with_bad_words
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_scheduler.frontend.streams import Cursor, Delivery, PreparedRequest, RequestStream, output_sequences
-from pagecast_scheduler.frontend.validation import CheckedSpec, check_lengths, check_spec, is_request_id
+from pagecast_scheduler.frontend.validation import CheckedSpec, check_answer_size, check_lengths, check_spec, is_request_id
 from pagecast_wire import pack_u32, view_u32
 from pagecast_wire.control import Attach, Attached, CancelRequests
 from pagecast_wire.intake import Identity, Submit
@@ -79,6 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: Any, context: Any) -> pb.GenerateResponse:
         """The whole result in one answer."""
         prepared = await self._prepare(request.spec, context)
+        check_answer_size(prepared.spec, prepared.num_prompt_tokens, self._state.limits())
         stream = self._open(prepared, False, Delivery())
         try:
             await self._until_accepted(stream, context)

@@ -255,7 +255,7 @@ class RequestStream:
         """End of one sequence."""
         if finished.reason in OF_FINISH:
             self.failed_usage = finished.usage
-            self.fail(of_finished(finished))
+            self.fail(of_finished(finished, self.request.submit.sampling.constraint is not None))
             return
         self.sequences[finished.sequence].end(finished)
         if self.is_streaming or self.is_done:

@@ -26,6 +26,9 @@ from pagecast_scheduler.frontend.sampling_rules import (
 from pagecast_wire.intake import Priority
 from pagecast_wire.sampling import SamplingParams
 
+TOKEN_BYTES, RECORD_BYTES = 8, 18
+"""Of a token with its text, and of one log-probability with its token, in an answer."""
+
 _PRIORITIES = {
     generation_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
     generation_pb2.PRIORITY_BATCH: Priority.BATCH,
@@ -205,3 +208,17 @@ def check_lengths(checked: CheckedSpec, prompt: Sequence[int], limits: Limits) -
         found.add("spec.stopping.min_output_tokens", f"must be at most {max_output}, not {checked.min_output_tokens}")
     found.refuse()
     return max_output
+
+
+def check_answer_size(checked: CheckedSpec, num_prompt_tokens: int, limits: Limits) -> None:
+    """Raises Refusal when the output asked for, in one message, would be larger than a message may be. Bytes are typical ones."""
+    if checked.max_output_tokens is None:
+        return  # as long as it gets, which is seldom what would fit
+    sampling = checked.sampling
+    tokens = checked.num_sequences * checked.max_output_tokens
+    size = TOKEN_BYTES * tokens
+    for count, top_n in ((tokens, sampling.num_logprobs), (num_prompt_tokens, sampling.num_prompt_logprobs)):
+        size += count * (RECORD_BYTES * (1 + top_n) if top_n >= 0 else 0)
+    if size > limits.max_message_bytes:
+        text = f"the answer may take {size} bytes, one message at most {limits.max_message_bytes}: ask for less, or use GenerateStream"
+        raise Refusal(Reason.FIELD_VIOLATION, violations=(Violation("spec.stopping.max_output_tokens", text),))
