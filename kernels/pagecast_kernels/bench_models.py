@@ -53,7 +53,7 @@ def vllm_mixtures(weights: Weights, inputs: list[tuple[Tensor, Tensor]]) -> list
 
 
 def measure_experts() -> dict[str, float]:
-    """kernels.experts.<tokens>.us, the weights' TB/s, and vLLM's time over ours where it is installed."""
+    """kernels.grouped_gemm.<tokens>.us, the weights' TB/s, and vLLM's time over ours where it is installed."""
     weights = expert_weights()
     found: dict[str, float] = {}
     for tokens in (1, 8, 64, 256, 2048):
@@ -62,10 +62,10 @@ def measure_experts() -> dict[str, float]:
         _add_peer(cases, lambda inputs=inputs: vllm_mixtures(weights, inputs))
         timed = bench_cases.alternate(cases, rounds=3)
         touched = sum(len(logits.topk(CHOSEN).indices.unique()) for _, logits in inputs) / len(inputs)
-        found[f"kernels.experts.{tokens}.us"] = timed["ours"]
-        found[f"kernels.experts.{tokens}.tb_s"] = touched * 3 * INNER * HIDDEN * 2 / timed["ours"] / 1e6
+        found[f"kernels.grouped_gemm.{tokens}.us"] = timed["ours"]
+        found[f"kernels.grouped_gemm.{tokens}.tb_s"] = touched * 3 * INNER * HIDDEN * 2 / timed["ours"] / 1e6
         if "vllm" in timed:
-            found[f"kernels.experts.{tokens}.ratio_vllm"] = timed["vllm"] / timed["ours"]
+            found[f"kernels.grouped_gemm.{tokens}.ratio_vllm"] = timed["vllm"] / timed["ours"]
         print(f"experts {tokens:<6}", *(f"{name} {us:.1f} us" for name, us in timed.items()), flush=True)
     return found
 
@@ -101,11 +101,13 @@ def latent_launches(batch: int, length: int, config: configs.Decode | None = Non
 
 
 def measure_latent() -> dict[str, float]:
-    """kernels.latent.<batch>x<length>.us and the cache's TB/s, with 16 heads."""
+    """kernels.latent_decode.<batch>x<length>.us and the cache's TB/s, with 16 heads."""
     found: dict[str, float] = {}
     for batch, length in ((1, 4096), (1, 32768), (64, 1024), (64, 4096), (256, 1024)):
         us = bench_cases.graph_us(latent_launches(batch, length))
-        found[f"kernels.latent.{batch}x{length}.us"] = us
-        found[f"kernels.latent.{batch}x{length}.tb_s"] = batch * length * (RANK + ROPE) * 2 / us / 1e6
-        print(f"latent {batch}x{length}: {us:.1f} us, {found[f'kernels.latent.{batch}x{length}.tb_s']:.2f} TB/s", flush=True)
+        found[f"kernels.latent_decode.{batch}x{length}.us"] = us
+        found[f"kernels.latent_decode.{batch}x{length}.tb_s"] = batch * length * (RANK + ROPE) * 2 / us / 1e6
+        share = found[f"kernels.latent_decode.{batch}x{length}.tb_s"] / bench_cases.READ_TB_S
+        found[f"kernels.latent_decode.{batch}x{length}.share"] = share
+        print(f"latent {batch}x{length}: {us:.1f} us, {share:.2f} of {bench_cases.READ_TB_S} TB/s", flush=True)
     return found
