@@ -151,6 +151,11 @@ def test_a_product_that_would_fill_the_memory_is_cut(source: str) -> None:
         chat.render(chat.compile_template(source), CHATS[0], {}, True)
 
 
+def test_templates_may_mark_what_an_assistant_wrote_and_choose_how_json_looks() -> None:
+    source = "{% generation %}{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}{% endgeneration %}."
+    assert chat.render(chat.compile_template(source), [{"role": "é", "content": "x"}], {}, True) == '{"content":"x","role":"é"}.'
+
+
 def test_a_rendering_that_goes_on_without_output_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.05)
     source = "{% for i in range(99999) %}{% for j in range(99999) %}{% if messages[0].x %}y{% endif %}{% endfor %}{% endfor %}"
