@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import model_pb2, model_pb2_grpc, runtime_pb2, runtime_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from pagecast_scheduler.frontend.load_reports import ORCA
-from pagecast_scheduler.frontend.server import HEALTH, REFLECTION, SERVICES
+from pagecast_scheduler.frontend.server import COMPAT, HEALTH, REFLECTION, SERVICES
 from pagecast_wire.intake import ServingState
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -87,7 +87,7 @@ async def test_reflection_answers_under_both_names(rig: Rig, name: str) -> None:
     )()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     names = {service.name for service in (await call.read()).list_services_response.service}
-    assert names == {*SERVICES, HEALTH, ORCA, *REFLECTION}
+    assert names == {*SERVICES, *COMPAT, HEALTH, ORCA, *REFLECTION}
     await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="pagecast.v1.GenerationService"))
     answer = (await call.read()).file_descriptor_response
     files = [descriptor_pb2.FileDescriptorProto.FromString(data) for data in answer.file_descriptor_proto]
