@@ -1,5 +1,7 @@
 """AsyncClient: the API over grpc.aio, with typed events, results and errors."""
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -8,7 +10,8 @@ import grpc
 import grpc.aio
 
 from pagecast import access, answers, channel, requests, types
-from pagecast.errors import from_rpc
+from pagecast.errors import RpcError, from_rpc
+from pagecast.resuming import Position
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
     generation_pb2,
@@ -23,16 +26,33 @@ from pagecast.v1 import (
 
 T = TypeVar("T")
 
+CANCEL_S = 5.0
+"""What the word that a detached request is not wanted any more may take."""
+
 
 class AsyncStream:
     """The events of one request. Iterate it; leaving early, `cancel()` or dropping it ends the request on the server.
 
-    Raises an RpcError of pagecast.errors where the call fails.
+    When the server is lost on the way, the stream goes on where it was on another, or on the same once it is back. Raises an RpcError
+    of pagecast.errors where the call fails for good.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._messages: AsyncIterator[generation_pb2.GenerateStreamResponse] = call.__aiter__()
+    def __init__(self, stub: Any, position: Position, metadata: Sequence[tuple[str, str]]) -> None:
+        self._stub = stub
+        self._position = position
+        self._metadata = metadata
+        self._is_over = False
+        self._last_word: asyncio.Future[Any] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        position = self._position
+        resume, timeout = position.resume_request(), position.timeout()
+        if resume is None:
+            self._call = self._stub.GenerateStream(position.request, timeout=timeout, metadata=self._metadata)
+        else:
+            self._call = self._stub.ResumeStream(resume, timeout=timeout, metadata=self._metadata)
+        self._messages: AsyncIterator[Any] = self._call.__aiter__()
 
     def __aiter__(self) -> Self:
         return self
@@ -42,14 +62,39 @@ class AsyncStream:
             try:
                 message = await anext(self._messages)
             except grpc.RpcError as error:
-                raise from_rpc(error) from None
-            event = answers.event(message.event)
+                await self._go_on(from_rpc(error))
+                continue
+            except StopAsyncIteration:
+                self._is_over = True
+                raise
+            told = self._position.take(message.event)
+            event = None if told is None else answers.event(told)
             if event is not None:
                 return event
+
+    async def _go_on(self, error: RpcError) -> None:
+        """Begin the next call, or raise."""
+        if self._is_over:
+            raise error
+        try:
+            wait = self._position.wait_after(error)
+        except RpcError:
+            self._is_over = True
+            raise error from None
+        await asyncio.sleep(wait)
+        self._begin()
 
     def cancel(self) -> None:
         """End the request; its blocks on the server are freed. Harmless after the end."""
         self._call.cancel()
+        if not self._is_over and self._position.request.delivery.on_disconnect == generation_pb2.ON_DISCONNECT_DETACH:
+            request = generation_pb2.CancelGenerationRequest(request_id=self._position.request_id)
+            self._last_word = asyncio.ensure_future(self._say_cancel(request))
+        self._is_over = True
+
+    async def _say_cancel(self, request: generation_pb2.CancelGenerationRequest) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            await self._stub.CancelGeneration(request, timeout=CANCEL_S, metadata=self._metadata)
 
     async def __aenter__(self) -> Self:
         return self
@@ -58,7 +103,8 @@ class AsyncStream:
         self.cancel()
 
     def __del__(self) -> None:
-        self._call.cancel()
+        if hasattr(self, "_call"):
+            self._call.cancel()
 
 
 class AsyncClient:
@@ -97,7 +143,14 @@ class AsyncClient:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
-        return AsyncStream(self._generation.GenerateStream(request, timeout=options.get("timeout"), metadata=self._metadata))
+        position = Position.of(request, options.get("timeout"), options.get("resume", True))
+        return AsyncStream(self._generation, position, self._metadata)
+
+    async def cancel(self, request_id: str) -> bool:
+        """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
+        request = generation_pb2.CancelGenerationRequest(request_id=request_id)
+        answer = await self._ask(self._generation.CancelGeneration(request, metadata=self._metadata))
+        return answer.result == generation_pb2.CANCEL_RESULT_CANCELLED
 
     async def generate(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]

@@ -25,6 +25,10 @@ class RequestOptions(TypedDict, total=False):
     timeout: the call's deadline; the server stops the request when it passes. time_budget: end well, with what there is, after
     this time. max_queue_time: fail rather than wait longer. progress_interval: a Progress event after so long a silence.
 
+    For streams: resume: go on elsewhere when the server is lost (on unless said otherwise); detach_grace: the request goes on for so
+    long when the connection breaks, for a resume to find; flush_interval: let output gather; max_tokens_per_event: cut it up. attach: join
+    a live request of this caller with the same request_id and the same wishes.
+
     For conversations: tools that the model may call; tool_choice, or tool_name for the one tool to call; template_kwargs: values that the
     model's template reads, such as {"enable_thinking": False}; add_generation_prompt: whether the assistant's turn is begun.
     """
@@ -35,6 +39,11 @@ class RequestOptions(TypedDict, total=False):
     time_budget: float
     max_queue_time: float
     progress_interval: float
+    resume: bool
+    detach_grace: float
+    flush_interval: float
+    max_tokens_per_event: int
+    attach: bool
     priority: Priority
     cache_scope: str
     bypass_prefix_cache: bool
@@ -51,6 +60,8 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
     if unknown:
         raise TypeError(f"no request option {sorted(unknown)[0]!r}; there are {', '.join(sorted(RequestOptions.__annotations__))}")
     spec = pb.GenerationSpec(model=options.get("model", ""), request_id=options.get("request_id", ""))
+    if options.get("attach"):
+        spec.attach = True
     _set_prompt(spec, prompt)
     if _CHAT_OPTIONS & options.keys():
         if spec.WhichOneof("input") != "chat":
@@ -74,6 +85,13 @@ def delivery(options: RequestOptions) -> pb.DeliveryOptions:
     message = pb.DeliveryOptions()
     if "progress_interval" in options:
         message.progress_interval.CopyFrom(duration(options["progress_interval"]))
+    if "flush_interval" in options:
+        message.flush_interval.CopyFrom(duration(options["flush_interval"]))
+    if "max_tokens_per_event" in options:
+        message.max_tokens_per_event = options["max_tokens_per_event"]
+    if "detach_grace" in options:
+        message.on_disconnect = pb.ON_DISCONNECT_DETACH
+        message.detach_grace.CopyFrom(duration(options["detach_grace"]))
     return message
 
 

@@ -1,5 +1,6 @@
 """Client: the API for programs without an event loop, over grpc's synchronous interface. Safe to share between threads."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -7,7 +8,8 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pagecast import access, answers, channel, requests, types
-from pagecast.errors import from_rpc
+from pagecast.errors import RpcError, from_rpc
+from pagecast.resuming import Position
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
     generation_pb2,
@@ -22,16 +24,32 @@ from pagecast.v1 import (
 
 T = TypeVar("T")
 
+CANCEL_S = 5.0
+"""What the word that a detached request is not wanted any more may take."""
+
 
 class Stream:
     """The events of one request. Iterate it; leaving early, `cancel()` or dropping it ends the request on the server.
 
-    Raises an RpcError of pagecast.errors where the call fails.
+    When the server is lost on the way, the stream goes on where it was on another, or on the same once it is back. Raises an RpcError
+    of pagecast.errors where the call fails for good.
     """
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._messages: Iterator[generation_pb2.GenerateStreamResponse] = iter(call)
+    def __init__(self, stub: Any, position: Position, metadata: Sequence[tuple[str, str]]) -> None:
+        self._stub = stub
+        self._position = position
+        self._metadata = metadata
+        self._is_over = False
+        self._begin()
+
+    def _begin(self) -> None:
+        position = self._position
+        resume, timeout = position.resume_request(), position.timeout()
+        if resume is None:
+            self._call = self._stub.GenerateStream(position.request, timeout=timeout, metadata=self._metadata)
+        else:
+            self._call = self._stub.ResumeStream(resume, timeout=timeout, metadata=self._metadata)
+        self._messages: Iterator[Any] = iter(self._call)
 
     def __iter__(self) -> Self:
         return self
@@ -41,14 +59,35 @@ class Stream:
             try:
                 message = next(self._messages)
             except grpc.RpcError as error:
-                raise from_rpc(error) from None
-            event = answers.event(message.event)
+                self._go_on(from_rpc(error))
+                continue
+            except StopIteration:
+                self._is_over = True
+                raise
+            told = self._position.take(message.event)
+            event = None if told is None else answers.event(told)
             if event is not None:
                 return event
+
+    def _go_on(self, error: RpcError) -> None:
+        """Begin the next call, or raise."""
+        if self._is_over:
+            raise error
+        try:
+            wait = self._position.wait_after(error)
+        except RpcError:
+            self._is_over = True
+            raise error from None
+        time.sleep(wait)
+        self._begin()
 
     def cancel(self) -> None:
         """End the request; its blocks on the server are freed. Harmless after the end."""
         self._call.cancel()
+        if not self._is_over and self._position.request.delivery.on_disconnect == generation_pb2.ON_DISCONNECT_DETACH:
+            request = generation_pb2.CancelGenerationRequest(request_id=self._position.request_id)
+            self._stub.CancelGeneration.future(request, timeout=CANCEL_S, metadata=self._metadata)
+        self._is_over = True
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +96,8 @@ class Stream:
         self.cancel()
 
     def __del__(self) -> None:
-        self._call.cancel()
+        if hasattr(self, "_call"):
+            self._call.cancel()
 
 
 class Client:
@@ -94,7 +134,13 @@ class Client:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
-        return Stream(self._generation.GenerateStream(request, timeout=options.get("timeout"), metadata=self._metadata))
+        position = Position.of(request, options.get("timeout"), options.get("resume", True))
+        return Stream(self._generation, position, self._metadata)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
+        answer = self._ask(self._generation.CancelGeneration, generation_pb2.CancelGenerationRequest(request_id=request_id))
+        return answer.result == generation_pb2.CANCEL_RESULT_CANCELLED
 
     def generate(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]

@@ -3,8 +3,11 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -160,3 +163,177 @@ class GetLoadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class WatchLoadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_INTERVAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def min_interval(self) -> _duration_pb2.Duration:
+        """Range 0.1 to 60 s; absent: 1 s."""
+
+    def __init__(
+        self,
+        *,
+        min_interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadRequest: _TypeAlias = WatchLoadRequest  # noqa: Y015
+
+@_typing.final
+class WatchLoadResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def load(self) -> Global___GetLoadResponse: ...
+    def __init__(
+        self,
+        *,
+        load: Global___GetLoadResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class WatchCacheEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESUME_AFTER_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    include_token_ids: _builtins.bool
+    """Also send the blocks' token ids, so that a router can build the chain from its own requests. They are prompts."""
+    @_builtins.property
+    def resume_after(self) -> Global___CacheCursor:
+        """Where a broken watch ended: the instance_id and sequence of its last message. What came since is sent, or a snapshot if that is
+        no longer known. Absent: a snapshot.
+        """
+
+    def __init__(
+        self,
+        *,
+        resume_after: Global___CacheCursor | None = ...,
+        include_token_ids: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_include_token_ids", b"_include_token_ids", "include_token_ids", b"include_token_ids", "resume_after", b"resume_after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_include_token_ids", b"_include_token_ids", "include_token_ids", b"include_token_ids", "resume_after", b"resume_after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__include_token_ids: _TypeAlias = _typing.Literal["include_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__include_token_ids: _TypeAlias = _typing.Literal["_include_token_ids", b"_include_token_ids"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_token_ids) -> _WhichOneofReturnType__include_token_ids | None: ...
+
+Global___WatchCacheEventsRequest: _TypeAlias = WatchCacheEventsRequest  # noqa: Y015
+
+@_typing.final
+class CacheCursor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheCursor: _TypeAlias = CacheCursor  # noqa: Y015
+
+@_typing.final
+class CachedBlock(_message.Message):
+    """A full block of tokens that requests with the same beginning can use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    PARENT_HASH_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    hash: _builtins.bytes
+    """SHA-256 over the block's tokens and, through parent_hash, all before them."""
+    parent_hash: _builtins.bytes
+    """Hash of the block before it; for a first block the seed of its namespace."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        hash: _builtins.bytes = ...,
+        parent_hash: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedBlock: _TypeAlias = CachedBlock  # noqa: Y015
+
+@_typing.final
+class WatchCacheEventsResponse(_message.Message):
+    """The changes in order: all of cleared, removed and stored, in this order, within one message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_CONTINUES_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    REMOVED_HASHES_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    epoch: _builtins.int
+    sequence: _builtins.int
+    """Number of the last change here; each change counts one."""
+    snapshot: _builtins.bool
+    """Forget everything known so far: this message, and those after it while snapshot_continues, list all that is cached."""
+    snapshot_continues: _builtins.bool
+    cleared: _builtins.bool
+    """Everything cached before is gone."""
+    block_size: _builtins.int
+    @_builtins.property
+    def removed_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]: ...
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        snapshot: _builtins.bool = ...,
+        snapshot_continues: _builtins.bool = ...,
+        cleared: _builtins.bool = ...,
+        removed_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        stored: _abc.Iterable[Global___CachedBlock] | None = ...,
+        block_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cleared", b"cleared", "epoch", b"epoch", "instance_id", b"instance_id", "removed_hashes", b"removed_hashes", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_continues", b"snapshot_continues", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheEventsResponse: _TypeAlias = WatchCacheEventsResponse  # noqa: Y015

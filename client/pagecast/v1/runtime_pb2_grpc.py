@@ -45,6 +45,16 @@ class RuntimeServiceStub(object):
                 request_serializer=pagecast_dot_v1_dot_runtime__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=pagecast_dot_v1_dot_runtime__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/pagecast.v1.RuntimeService/WatchLoad',
+                request_serializer=pagecast_dot_v1_dot_runtime__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_runtime__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
+        self.WatchCacheEvents = channel.unary_stream(
+                '/pagecast.v1.RuntimeService/WatchCacheEvents',
+                request_serializer=pagecast_dot_v1_dot_runtime__pb2.WatchCacheEventsRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_runtime__pb2.WatchCacheEventsResponse.FromString,
+                _registered_method=True)
 
 
 class RuntimeServiceServicer(object):
@@ -63,6 +73,20 @@ class RuntimeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchLoad(self, request, context):
+        """The load now, then whenever it has changed, at most once per interval.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchCacheEvents(self, request, context):
+        """What the prefix cache holds, then every change of it, for routers that send a request to where its prompt is cached.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RuntimeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +99,16 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=pagecast_dot_v1_dot_runtime__pb2.GetLoadRequest.FromString,
                     response_serializer=pagecast_dot_v1_dot_runtime__pb2.GetLoadResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=pagecast_dot_v1_dot_runtime__pb2.WatchLoadRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_runtime__pb2.WatchLoadResponse.SerializeToString,
+            ),
+            'WatchCacheEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCacheEvents,
+                    request_deserializer=pagecast_dot_v1_dot_runtime__pb2.WatchCacheEventsRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_runtime__pb2.WatchCacheEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +166,60 @@ class RuntimeService(object):
             '/pagecast.v1.RuntimeService/GetLoad',
             pagecast_dot_v1_dot_runtime__pb2.GetLoadRequest.SerializeToString,
             pagecast_dot_v1_dot_runtime__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagecast.v1.RuntimeService/WatchLoad',
+            pagecast_dot_v1_dot_runtime__pb2.WatchLoadRequest.SerializeToString,
+            pagecast_dot_v1_dot_runtime__pb2.WatchLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCacheEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagecast.v1.RuntimeService/WatchCacheEvents',
+            pagecast_dot_v1_dot_runtime__pb2.WatchCacheEventsRequest.SerializeToString,
+            pagecast_dot_v1_dot_runtime__pb2.WatchCacheEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class RuntimeServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RuntimeServiceAsyncStub: ...
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]
     GetLoad: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetLoadRequest, _runtime_pb2.GetLoadResponse]
+    WatchLoad: _grpc.UnaryStreamMultiCallable[_runtime_pb2.WatchLoadRequest, _runtime_pb2.WatchLoadResponse]
+    """The load now, then whenever it has changed, at most once per interval."""
+    WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_runtime_pb2.WatchCacheEventsRequest, _runtime_pb2.WatchCacheEventsResponse]
+    """What the prefix cache holds, then every change of it, for routers that send a request to where its prompt is cached."""
 
 @_typing.type_check_only
 class RuntimeServiceAsyncStub(RuntimeServiceStub):
@@ -43,6 +47,10 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     GetLoad: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetLoadRequest, _runtime_pb2.GetLoadResponse]  # type: ignore[assignment]
+    WatchLoad: _aio.UnaryStreamMultiCallable[_runtime_pb2.WatchLoadRequest, _runtime_pb2.WatchLoadResponse]  # type: ignore[assignment]
+    """The load now, then whenever it has changed, at most once per interval."""
+    WatchCacheEvents: _aio.UnaryStreamMultiCallable[_runtime_pb2.WatchCacheEventsRequest, _runtime_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
+    """What the prefix cache holds, then every change of it, for routers that send a request to where its prompt is cached."""
 
 class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
     """For routers and operators: what the instance is and how loaded it is."""
@@ -60,5 +68,21 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _runtime_pb2.GetLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_runtime_pb2.GetLoadResponse, _abc.Awaitable[_runtime_pb2.GetLoadResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def WatchLoad(
+        self,
+        request: _runtime_pb2.WatchLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_runtime_pb2.WatchLoadResponse], _abc.AsyncIterator[_runtime_pb2.WatchLoadResponse]]:
+        """The load now, then whenever it has changed, at most once per interval."""
+
+    @_abc_1.abstractmethod
+    def WatchCacheEvents(
+        self,
+        request: _runtime_pb2.WatchCacheEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_runtime_pb2.WatchCacheEventsResponse], _abc.AsyncIterator[_runtime_pb2.WatchCacheEventsResponse]]:
+        """What the prefix cache holds, then every change of it, for routers that send a request to where its prompt is cached."""
 
 def add_RuntimeServiceServicer_to_server(servicer: RuntimeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

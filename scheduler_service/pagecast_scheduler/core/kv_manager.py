@@ -62,7 +62,10 @@ class KvManager:
         chain.extend(tokens, last)
         for index in range(first, last):
             block = int(blocks[index])
-            if not self.pool.has_content[block] and self.cache.register(block, chain.digests[index], chain.pieces[index], step):
+            if self.pool.has_content[block]:
+                continue
+            parent = chain.digests[index - 1] if index else chain.seed
+            if self.cache.register(block, chain.digests[index], chain.pieces[index], step, parent):
                 self.pool.set_content(block)
 
     def forget(self, blocks: Blocks) -> None:
@@ -74,6 +77,12 @@ class KvManager:
     def forget_provisional(self, blocks: Blocks) -> None:
         """Their holder leaves before their step is applied."""
         self.forget(np.array([block for block in blocks.tolist() if self.cache.is_provisional(block)], np.int64))
+
+    def forget_all(self) -> int:
+        """Drop every entry whose content is certain. Returns how many."""
+        certain = [block for block in self.cache.entries() if not self.cache.is_provisional(block)]
+        self.forget(np.array(certain, np.int64))
+        return len(certain)
 
     def applied(self, step: int) -> None:
         """The result of `step` is in."""

@@ -10,6 +10,11 @@ from hashlib import sha256
 import numpy as np
 from numpy.typing import NDArray
 
+Change = tuple[bytes, bytes, bytes]
+"""What happened to the cache, for those who watch it: (digest, parent digest, token bytes) of a block that became findable, (digest, b"",
+b"") of one that is no longer, and CLEARED."""
+CLEARED: Change = (b"", b"", b"")
+
 
 class HashChain:
     """Digests of the full blocks of one growing token list, computed once and only as far as asked.
@@ -49,6 +54,8 @@ class PrefixCache:
         self._entries: dict[int, tuple[bytes, bytes]] = {}  # block -> (digest, token bytes)
         self._provisional: dict[int, list[int]] = {}  # step -> blocks
         self._step_of: dict[int, int] = {}  # provisional block -> step
+        self._parents: dict[int, bytes] = {}  # block -> digest before it, or its namespace's seed
+        self.changes: list[Change] | None = None  # since they were last taken; None while nobody watches
         self.num_changes = 0  # grows with every entry, so that a blocked request knows when another lookup is worth it
 
     def __len__(self) -> int:
@@ -67,13 +74,16 @@ class PrefixCache:
             hits.append(block)
         return hits
 
-    def register(self, block: int, digest: bytes, piece: bytes, step: int) -> bool:
+    def register(self, block: int, digest: bytes, piece: bytes, step: int, parent: bytes = b"") -> bool:
         """Remember what `block` holds; step > 0 makes it provisional until that step is applied. False if the content is cached already."""
         if digest in self._blocks:
             return False
         self._blocks[digest] = block
         self._entries[block] = (digest, piece)
+        self._parents[block] = parent
         self.num_changes += 1
+        if self.changes is not None:
+            self.changes.append((digest, parent, piece))
         if step:
             self._provisional.setdefault(step, []).append(block)
             self._step_of[block] = step
@@ -89,7 +99,14 @@ class PrefixCache:
         """Drop the entry of a block that is evicted or whose content proved bad."""
         digest, _ = self._entries.pop(block)
         del self._blocks[digest]
+        del self._parents[block]
         self._step_of.pop(block, None)
+        if self.changes is not None:
+            self.changes.append((digest, b"", b""))
+
+    def cached(self) -> list[Change]:
+        """Every findable block, as if it had become so just now."""
+        return [(digest, self._parents[block], piece) for block, (digest, piece) in self._entries.items()]
 
     def planned_in(self, step: int) -> list[int]:
         """Blocks whose entries await the result of `step`."""

@@ -1,6 +1,7 @@
 """After the loss of a worker group: everybody waits again with the history that was applied, and crashes are traced to requests."""
 
 from pagecast_scheduler.core.kv_manager import KvManager
+from pagecast_scheduler.core.prefix_cache import CLEARED
 from pagecast_scheduler.core.request import Request, Status
 from pagecast_scheduler.core.state import State
 from pagecast_wire.intake import Phase
@@ -29,7 +30,10 @@ def fail_epoch(s: State, now: int) -> None:
         s.report(seq, Phase.RECOVERING)
     s.detached.clear()
     s.released = []
+    is_watched = s.kv.cache.changes is not None
     s.kv = KvManager(s.config)
+    if is_watched:
+        s.kv.cache.changes = [CLEARED]
     s.alone = None
     _count_crashes(s, present)
     _end_hopeless(s, culprit, now)

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pagecast_scheduler.core import applying, intake, planning, recovery
+from pagecast_scheduler.core import applying, intake, planning, recovery, waiting
 from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.prefix_cache import Change
 from pagecast_scheduler.core.request import Request, Sequence, Status
 from pagecast_scheduler.core.state import State
+from pagecast_scheduler.core.waiting import Wait
 from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import Accepted, FrontendBatch, Phase, Progress, Rejected, Submit
 from pagecast_wire.plan import StartEpoch, StepPlan
@@ -149,6 +151,49 @@ class Scheduler:
         """When time alone changes something: a limit falls due, or a first batch has gathered long enough."""
         times = [time for time in (self.state.timers.next(), self._gathered_at()) if time is not None]
         return min(times, default=None)
+
+    def requests(self) -> list[Request]:
+        """Every open request, oldest first."""
+        return list(self.state.requests.values())
+
+    def computed_tokens(self, seq: Sequence) -> int:
+        """Tokens of a sequence whose KV is there, or planned."""
+        return self.state.rows.computed(seq.row) if seq.row >= 0 else 0
+
+    def blocks_held(self, request: Request) -> int:
+        """Blocks in the tables of a request's rows; shared ones count for each."""
+        return sum(int(self.state.kv.table.num_blocks[seq.row]) for seq in request.sequences if seq.row >= 0)
+
+    def tenant_tokens(self, request: Request) -> tuple[int, int]:
+        """Tokens served so far to the request's tenant, and to the least served active one."""
+        return int(self.state.tenants.served[request.tenant]), self.state.tenants.least_served()
+
+    def explain(self, now: int) -> dict[int, Wait]:
+        """By key, why each open request is not running."""
+        gathered = self._gathered_at()
+        return waiting.explain(self.state, gathered is not None and gathered > now)
+
+    def watch_cache(self) -> None:
+        """From here on changes of the prefix cache are noted until they are taken."""
+        cache = self.state.kv.cache
+        if cache.changes is None:
+            cache.changes = []
+
+    def take_cache_changes(self) -> list[Change]:
+        """Changes of the prefix cache since the last call, in order; none while nobody watches."""
+        cache = self.state.kv.cache
+        if not cache.changes:
+            return []
+        taken, cache.changes = cache.changes, []
+        return taken
+
+    def cached_blocks(self) -> list[Change]:
+        """Every block that can be found now."""
+        return self.state.kv.cache.cached()
+
+    def reset_prefix_cache(self) -> int:
+        """Nobody finds any more what is cached now. Returns the number of blocks forgotten; what is being computed stays."""
+        return self.state.kv.forget_all()
 
     def next_limit(self) -> int | None:
         """When the next deadline, time budget or queue limit falls due."""

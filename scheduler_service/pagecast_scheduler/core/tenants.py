@@ -54,6 +54,10 @@ class Tenants:
             del self._index[self._name[oldest]]
             self._spare.append(oldest)
 
+    def least_served(self) -> int:
+        """Tokens served to the active tenant that got least; 0 if none is active."""
+        return min((int(self.served[index]) for index in self._active), default=0)
+
     def num_open(self) -> int:
         """Open requests of all tenants, for the auditor."""
         return sum(self._open)

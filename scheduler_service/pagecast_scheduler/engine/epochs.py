@@ -248,6 +248,10 @@ class Epochs:
         self._last_progress += pause
         self._gathering_since += pause
 
+    def note(self, now: int, name: str, args: dict[str, Any]) -> None:
+        """Somebody else is about to change the core in this way."""
+        self._control(now, name, args)
+
     def _control(self, now: int, name: str, args: dict[str, Any]) -> None:
         if self._record is not None:
             self._record.control(now, name, args)

@@ -13,6 +13,7 @@ from uuid import uuid4
 import zmq
 
 from pagecast_scheduler.engine import run_state
+from pagecast_scheduler.engine.cache_feed import CacheFeed
 from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.directory import Directory
 from pagecast_scheduler.engine.epochs import INTERNAL_SLOT, Epochs, Record, Stop
@@ -24,6 +25,7 @@ from pagecast_scheduler.engine.metrics import Metrics
 from pagecast_scheduler.engine.questions import QUESTIONS, Questions
 from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_scheduler.engine.workers import Lost, WorkerGroup
+from pagecast_wire.control import UnwatchCache, WatchCache
 from pagecast_wire.intake import EngineStatus, ServingState
 from pagecast_wire.result import StepResult
 
@@ -67,7 +69,8 @@ class Engine:
         self._frontends = Frontends(self._frontend_router, self._incarnation, state.next_slot, state.frontends)
         self._directory = Directory(round(config.resume_grace_s * SECOND), round(config.resume_retention_s * SECOND))
         self._intake = Intake(self._frontends, self._epochs, self._directory, record)
-        self._questions = Questions(self._epochs, self._intake, self._directory)
+        self._cache_feed = CacheFeed(self._frontends, self._incarnation)
+        self._questions = Questions(self._epochs, self._group, self._intake, self._directory)
         self._metrics = Metrics(config.metrics_port) if config.metrics_port is not None else None
         self._poller = zmq.Poller()
         self._watched: set[int] = set()
@@ -175,7 +178,9 @@ class Engine:
             sender = self._frontends.receive(identity, message, now)
             if sender is None:
                 continue
-            if isinstance(message, QUESTIONS):
+            if isinstance(message, WatchCache | UnwatchCache):
+                self._cache_feed.take(sender.slot, message, self._epochs.core)
+            elif isinstance(message, QUESTIONS):
                 self._frontends.send(sender.slot, self._questions.answer(message, now))
             else:
                 self._intake.take(sender, message, now)
@@ -212,12 +217,16 @@ class Engine:
             if self._metrics is not None:
                 self._metrics.observe(batch)
 
+        if self._epochs.core is not None:
+            self._cache_feed.flush(self._epochs.core)
+
     def _tick(self, now: int) -> None:
         """Everything that may wait a fifth of a second."""
         self._next_tick = now + TICK
         self._epochs.watch(now)
         for slot in self._frontends.take_vanished(now):
             self._intake.drop(slot, now)
+            self._cache_feed.drop(slot)
         self._intake.expire(now)
         self._collect_garbage(now)
         if self._metrics is not None:
@@ -258,7 +267,7 @@ class Engine:
         self._next_tick = now
 
     def _state(self, now: int) -> ServingState:
-        if self._intake.is_draining:
+        if self._intake.is_draining or self._intake.refuse_from is not None:
             return ServingState.DRAINING
         if not (self._group.is_open and self._epochs.is_warm):
             return ServingState.RECOVERING if self._epochs.has_served else ServingState.STARTING

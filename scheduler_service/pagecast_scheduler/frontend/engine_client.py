@@ -17,11 +17,12 @@ import msgspec
 import structlog
 import zmq
 
+from pagecast_scheduler.frontend.cache_watch import CacheWatch
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.quotas import Quotas
 from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
-from pagecast_wire.control import Attach, Attached, CancelReport, Leave, NotNow
+from pagecast_wire.control import Attach, Attached, AuditReport, CacheEvents, CancelReport, Done, Leave, NotNow, RequestList, UnwatchCache
 from pagecast_wire.intake import (
     KEY_BITS,
     Abort,
@@ -66,6 +67,7 @@ class EngineClient:
         self._slow_consumer_timeout_s = slow_consumer_timeout_s
         self._live: dict[int, RequestStream] = {}  # requests that the scheduler has, by key
         self._incarnation = secrets.token_hex(8)
+        self._watches: dict[int, CacheWatch] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._tickets = 0
         self._next = 0
@@ -164,6 +166,19 @@ class EngineClient:
             raise Refusal(Reason.STARTING)
         return told
 
+    def watch_cache(self, instance: str, after: int) -> CacheWatch:
+        """Begins to watch the prefix cache, after a change of an instance that is known or from a snapshot. Raises Refusal."""
+        self._tickets += 1
+        watch = CacheWatch(self._tickets, instance, after)
+        self._send_now(watch.opening())
+        self._watches[watch.ticket] = watch
+        return watch
+
+    def end_watch(self, watch: CacheWatch) -> None:
+        """Nobody reads this watch any more."""
+        if self._watches.pop(watch.ticket, None) is not None:
+            self.send(UnwatchCache(watch.ticket))
+
     def send(self, message: msgspec.Struct) -> None:
         """Sends, or keeps for later while the scheduler is slow; while it is gone a resubmission will say it instead."""
         data = encode(message)
@@ -221,8 +236,12 @@ class EngineClient:
                 self._hello()
             case Attached():
                 self._on_attached(message)
-            case CancelReport() | NotNow():
+            case CancelReport() | RequestList() | Done() | AuditReport() | NotNow():
                 self._on_answer(message)
+            case CacheEvents():
+                watch = self._watches.get(message.ticket)
+                if watch is not None and self.welcome is not None:
+                    watch.receive(message, self.welcome.scheduler_incarnation)
             case FrontendRefused():
                 self.refused = message.reason
                 self.on_change()
@@ -329,6 +348,8 @@ class EngineClient:
                 self._live[stream.key] = stream
             for message in messages:
                 self.send(message)
+        for watch in self._watches.values():
+            self.send(watch.opening())
         self.send(Ready())
         log.info("scheduler joined", slot=welcome.slot, scheduler=welcome.scheduler_incarnation, resubmitted=len(self._live))
 

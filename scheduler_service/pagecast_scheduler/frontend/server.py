@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pagecast.v1 import (
+    admin_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     model_pb2,
@@ -18,6 +19,7 @@ from pagecast.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+from pagecast_scheduler.frontend.admin_service import AdminServicer
 from pagecast_scheduler.frontend.boundary import Boundary
 from pagecast_scheduler.frontend.compat import open_inference_pb2, open_inference_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from pagecast_scheduler.frontend.compat.open_inference import OpenInferenceServicer
@@ -46,6 +48,7 @@ COMPAT = tuple(
     for file, name in ((vllm_engine_pb2, "VllmEngine"), (open_inference_pb2, "GRPCInferenceService"))
 )
 """Other projects' services, beside ours."""
+ADMIN = "pagecast.v1.AdminService"
 HEALTH = "grpc.health.v1.Health"
 CHANNELZ = "grpc.channelz.v1.Channelz"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -60,6 +63,7 @@ class Services:
         self._tokenizer = TokenizerServicer(state)
         self._models = ModelServicer(state)
         self._runtime = RuntimeServicer(state)
+        self._admin = AdminServicer(state)
         self._orca = OrcaServicer(state)
         self._health = health
         self._vllm = VllmEngineServicer(state, self._generation)
@@ -76,8 +80,9 @@ class Services:
         """All of the public services, and what only an operator may call."""
         boundary: Any = Boundary(listener.server)
         self._add_ours(boundary)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, boundary)
         channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.ChannelzServicer(), boundary)
-        _add_reflection(boundary, (*SERVICES, *COMPAT, HEALTH, ORCA, CHANNELZ))
+        _add_reflection(boundary, (*SERVICES, *COMPAT, ADMIN, HEALTH, ORCA, CHANNELZ))
 
     def add_probe(self, listener: Listener) -> None:
         """Health checks and nothing else."""

@@ -1,0 +1,110 @@
+"""How far a stream has been read, and whether and when to go on elsewhere when its connection breaks. Pure; both clients use it.
+
+A stream that breaks with UNAVAILABLE is taken up with ResumeStream at the next token, on whatever server the channel reaches. Nothing
+is repeated to the caller, and the events' numbers go on.
+"""
+
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from pagecast.errors import NotFound, RpcError, Unavailable
+from pagecast.v1 import generation_pb2 as pb
+
+GIVE_UP_AFTER_S = 30.0
+"""Without a single event for so long, the last error is final."""
+FIRST_WAIT_S = 0.05
+MOST_WAIT_S = 2.0
+
+
+@dataclass(slots=True)
+class _Sequence:
+    next_offset: int = 0
+    text_bytes: int = 0
+    is_finished: bool = False
+
+
+@dataclass(slots=True)
+class Position:
+    """What the reader of one stream has. deadline: monotonic seconds of the caller's timeout, or None."""
+
+    request: pb.GenerateStreamRequest
+    deadline: float | None
+    is_wanted: bool = True
+    _sequences: dict[int, _Sequence] = field(default_factory=dict)
+    _last_seq: int = 0
+    _num_failures: int = 0
+    _broken_since: float | None = None
+    _resumes: bool = False
+
+    @classmethod
+    def of(cls, request: pb.GenerateStreamRequest, timeout: float | None, is_wanted: bool) -> "Position":
+        """The beginning of a stream. A request without an id gets one that a retry can join."""
+        if is_wanted and not request.spec.request_id:
+            request.spec.request_id = uuid.uuid4().hex
+            request.spec.attach = True
+        return cls(request, None if timeout is None else time.monotonic() + timeout, is_wanted)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.spec.request_id
+
+    def timeout(self) -> float | None:
+        """Seconds that are left for the next call."""
+        return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
+
+    def resume_request(self) -> pb.ResumeStreamRequest | None:
+        """What to ask for next; None: the first request again."""
+        if not self._resumes:
+            return None
+        cursors = [
+            pb.SequenceCursor(sequence_index=index, next_token_offset=known.next_offset, text_bytes=known.text_bytes)
+            for index, known in sorted(self._sequences.items())
+        ]
+        return pb.ResumeStreamRequest(request_id=self.request_id, cursors=cursors, delivery=self.request.delivery)
+
+    def take(self, event: pb.StreamEvent) -> pb.StreamEvent | None:
+        """The event as the caller is to see it; None if it has seen it before."""
+        self._num_failures, self._broken_since = 0, None
+        kind = event.WhichOneof("event")
+        if kind == "accepted" and self._last_seq:
+            return None
+        if kind == "tokens":
+            known = self._sequences.setdefault(event.tokens.sequence_index, _Sequence())
+            known.next_offset = event.tokens.first_token_offset + max(event.tokens.num_tokens, len(event.tokens.token_ids))
+            known.text_bytes += len(event.tokens.text.encode())
+        elif kind == "sequence_finished":
+            known = self._sequences.setdefault(event.sequence_finished.sequence_index, _Sequence())
+            if known.is_finished:
+                return None
+            known.is_finished = True
+        self._last_seq += 1
+        event.seq = self._last_seq
+        return event
+
+    def wait_after(self, error: RpcError) -> float:
+        """Seconds to wait before the next call. Raises the error where there is to be none."""
+        now = time.monotonic()
+        since = self._broken_since = now if self._broken_since is None else self._broken_since
+        if isinstance(error, NotFound) and error.reason == "REQUEST_UNKNOWN" and not self._sequences and self._resumes:
+            self._resumes = False  # it was lost before it put anything out: begin again
+        elif not self._can_go_on(error):
+            raise error
+        else:
+            self._resumes = self._last_seq > 0
+        wait = min(MOST_WAIT_S, FIRST_WAIT_S * 2.0**self._num_failures)
+        if self._num_failures and error.retry_after is not None:  # the first time another server may be free at once
+            wait = max(wait, error.retry_after)
+        self._num_failures += 1
+        ends = min(since + GIVE_UP_AFTER_S, self.deadline or float("inf"))
+        if now + wait >= ends:
+            raise error
+        return wait
+
+    def _can_go_on(self, error: RpcError) -> bool:
+        if not self.is_wanted or not isinstance(error, Unavailable):
+            return False
+        if not error.reason:
+            return True  # the connection, not the server
+        is_elsewhere = self._resumes and error.reason in ("STARTING", "RECOVERING", "DRAINING", "OVERLOADED")
+        return error.metadata.get("resumable") == "true" or is_elsewhere

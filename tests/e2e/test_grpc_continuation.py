@@ -1,0 +1,260 @@
+"""Front ends that are killed or drained while they stream: the clients go on through another, token by token; and what operators see."""
+
+import asyncio
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from e2e.cli_server import LIMIT_S, PAGECAST, Served, serve
+
+from pagecast import AsyncClient, Client, SamplingParams, types
+from pagecast.errors import Cancelled, NotFound, RequestIdInUse
+from pagecast.v1 import admin_pb2 as admin
+from pagecast.v1 import admin_pb2_grpc, runtime_pb2, runtime_pb2_grpc
+from pagecast_worker.oracle import oracle_tokens
+
+VOCAB = 2048
+ORACLE = ("--executor", "oracle", "--oracle-vocab-size", str(VOCAB), "--max-model-len", "4096", "--num-blocks", "512")
+PROMPT = list(range(1, 60))
+LENGTH = 900
+
+
+def run_dir_of(served: Served) -> Path:
+    words = served.children()["scheduler"][0].cmdline()
+    return Path(words[words.index("--run-dir") + 1])
+
+
+@contextmanager
+def second_frontend(served: Served) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One more front end of the cluster, on a port of its own."""
+    run_dir = run_dir_of(served)
+    words = ["frontend", "--run-dir", str(run_dir), "--model", "", "--port", "0", "--index", "1", "--drain-announce-s", "0"]
+    process = subprocess.Popen([*PAGECAST, *words, "--drain-timeout-s", "0.2"], stderr=subprocess.DEVNULL)
+    try:
+        serving = run_dir / "frontend-1.serving"
+        end = time.monotonic() + LIMIT_S
+        while not serving.exists():
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.05)
+        yield process, serving.read_text().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve(*ORACLE, "--oracle-step-us", "2000") as running:
+        yield running
+
+
+def expected(seed: int) -> list[int]:
+    return oracle_tokens(PROMPT, LENGTH, seed, vocab_size=VOCAB)
+
+
+def sampling(seed: int, n: int = LENGTH) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=n, ignore_eos=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stream_goes_on_through_another_front_end(served: Served, number: signal.Signals) -> None:
+    seed = int(number)
+    with second_frontend(served) as (process, other), Client([other, served.address]) as client:
+        streams = [client.stream(PROMPT, sampling(seed + i)) for i in range(4)]  # round robin: two on each
+        got: list[list[int]] = [[] for _ in streams]
+        texts = ["" for _ in streams]
+        events: list[list[Any]] = [[] for _ in streams]
+
+        def read(at: int) -> None:
+            for event in streams[at]:
+                events[at].append(event)
+                if isinstance(event, types.Tokens):
+                    assert event.first_token_offset == len(got[at])
+                    got[at] += event.token_ids
+                    texts[at] += event.text
+
+        readers = [threading.Thread(target=read, args=(at,)) for at in range(len(streams))]
+        for reader in readers:
+            reader.start()
+        while not all(len(ids) > 20 for ids in got):
+            time.sleep(0.01)
+        process.send_signal(number)
+        for reader in readers:
+            reader.join(LIMIT_S)
+    for at, ids in enumerate(got):
+        assert ids == expected(seed + at)
+        assert [event.seq for event in events[at]] == list(range(1, len(events[at]) + 1))
+        assert isinstance(events[at][-1], types.Completed) and sum(isinstance(e, types.Accepted) for e in events[at]) == 1
+
+
+def test_a_stream_waits_for_the_only_front_end_to_come_back(served: Served) -> None:
+    with Client(served.address) as client:
+        stream = client.stream(PROMPT, sampling(77))
+        got: list[int] = []
+        for event in stream:
+            if isinstance(event, types.Tokens):
+                if len(got) < 20 <= len(got) + len(event.token_ids):
+                    served.children()["frontend"][0].kill()
+                got += event.token_ids
+        assert got == expected(77)
+
+
+async def test_async_clients_go_on_join_and_cancel(served: Served) -> None:
+    with second_frontend(served) as (process, other):
+        async with AsyncClient([other, served.address]) as client, AsyncClient(served.address) as direct:
+            streams = [client.stream(PROMPT, sampling(90), request_id=f"a-{i}") for i in range(2)]
+            heads = [[await anext(stream) for _ in range(5)] for stream in streams]
+            process.kill()
+            for stream, head in zip(streams, heads, strict=True):
+                rest = [event async for event in stream]
+                assert [i for e in (*head, *rest) if isinstance(e, types.Tokens) for i in e.token_ids] == expected(90)
+            doomed = direct.stream(PROMPT, sampling(91, 3000), request_id="doomed")
+            await anext(doomed)
+            with pytest.raises(RequestIdInUse):
+                await anext(direct.stream(PROMPT, sampling(91, 3000), request_id="doomed"))
+            joined = direct.stream(PROMPT, sampling(91, 3000), request_id="doomed", attach=True)
+            assert (await anext(joined)).request_id == "doomed"  # type: ignore[union-attr]
+            assert await direct.cancel("doomed")
+            for stream in (doomed, joined):
+                with pytest.raises(Cancelled) as caught:
+                    async for _ in stream:
+                        pass
+                assert caught.value.reason == "BY_API"
+            assert not await direct.cancel("doomed")
+            with pytest.raises(NotFound):
+                await direct.cancel("nobody")
+
+
+async def test_a_detached_request_is_ended_by_a_word(served: Served) -> None:
+    async with AsyncClient(served.address) as client:
+        stream = client.stream(PROMPT, sampling(95, 3500), request_id="detached", detach_grace=60.0)
+        await anext(stream)
+        stream.cancel()
+        async with asyncio.timeout(LIMIT_S):
+            while (await client.load()).num_running:
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+async def operator(served: Served) -> Any:
+    async with grpc.aio.insecure_channel(f"unix:{run_dir_of(served)}/admin-0.sock") as channel:
+        yield admin_pb2_grpc.AdminServiceStub(channel)
+
+
+async def test_operators_see_why_requests_wait(served: Served, operator: Any) -> None:
+    async with AsyncClient(served.address) as client:
+        streams = [client.stream(list(range(1, 1500)), sampling(i, 2500), request_id=f"w-{i}") for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                page = await operator.ListRequests(admin.ListRequestsRequest())
+                waits = {info.request_id: info.waiting for info in page.requests if info.HasField("waiting")}
+                if any(wait.cause == admin.WAIT_CAUSE_BLOCKS for wait in waits.values()):
+                    break
+                await asyncio.sleep(0.02)
+        assert page.total_size == 4
+        blocked = next(wait for wait in waits.values() if wait.cause == admin.WAIT_CAUSE_BLOCKS)
+        assert blocked.blocks_needed > blocked.blocks_free - 1 and f"{blocked.blocks_needed} free blocks" in blocked.explanation
+        first = await operator.ListRequests(admin.ListRequestsRequest(page_size=3))
+        second = await operator.ListRequests(admin.ListRequestsRequest(page_size=3, page_token=first.next_page_token))
+        assert [info.request_id for info in (*first.requests, *second.requests)] == [info.request_id for info in page.requests]
+        report = await operator.CheckInvariants(admin.CheckInvariantsRequest())
+        assert report.ok and report.num_blocks == report.num_clean + report.num_cached + report.num_referenced and report.num_requests == 4
+        ended = await operator.CancelRequests(admin.CancelRequestsRequest(request_ids=["w-0", "nobody"]))
+        assert (list(ended.cancelled_request_ids), list(ended.unknown_request_ids)) == (["w-0"], ["nobody"])
+        with pytest.raises(Cancelled) as caught:
+            async for _ in streams[0]:
+                pass
+        assert caught.value.reason == "BY_ADMIN"
+        await operator.CancelRequests(admin.CancelRequestsRequest(all=True))
+
+
+async def test_drain_and_undrain(served: Served, operator: Any) -> None:
+    async with AsyncClient(served.address) as client:
+        running = client.stream(PROMPT, sampling(5))
+        head = await anext(running)
+        assert isinstance(head, types.Accepted)
+        assert (await operator.Drain(admin.DrainRequest(announce={"seconds": 0}))).num_open == 1  # type: ignore[arg-type]
+        async with asyncio.timeout(LIMIT_S):
+            while await client.health() != "NOT_SERVING":
+                await asyncio.sleep(0.02)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client._generation.Generate(requests_of(client))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert [i async for e in running if isinstance(e, types.Tokens) for i in e.token_ids] == expected(5)
+        await operator.Undrain(admin.UndrainRequest())
+        async with asyncio.timeout(LIMIT_S):
+            while await client.health() != "SERVING":
+                await asyncio.sleep(0.02)
+        assert (await client.generate(PROMPT, sampling(5, 3))).token_ids == tuple(expected(5)[:3])
+
+
+def requests_of(client: AsyncClient) -> Any:
+    from pagecast import requests
+    from pagecast.v1 import generation_pb2
+
+    return generation_pb2.GenerateRequest(spec=requests.generation_spec(PROMPT, sampling(5, 3), {}))
+
+
+async def test_cache_events_follow_the_cache(served: Served, operator: Any) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel, AsyncClient(served.address) as client:
+        runtime: Any = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        watch = runtime.WatchCacheEvents(runtime_pb2.WatchCacheEventsRequest(include_token_ids=True))
+        first = await watch.read()
+        assert first.snapshot and first.block_size == 16
+        while first.snapshot_continues:
+            first = await watch.read()
+        prompt = [7] * 33 + [9] * 20
+        await client.generate(prompt, sampling(1, 2), cache_scope="watched")
+        known: dict[bytes, Any] = {}
+        async with asyncio.timeout(LIMIT_S):
+            while not any(list(block.token_ids) == prompt[32:48] for block in known.values()):
+                last = await watch.read()
+                known |= {block.hash: block for block in last.stored}
+        tail = next(block for block in known.values() if list(block.token_ids) == prompt[32:48])
+        assert list(known[tail.parent_hash].token_ids) == prompt[16:32] == list(known[known[tail.parent_hash].parent_hash].token_ids)
+        cursor = runtime_pb2.CacheCursor(instance_id=last.instance_id, sequence=last.sequence)
+        assert (await operator.ResetPrefixCache(admin.ResetPrefixCacheRequest())).num_blocks >= 3
+        for again in (watch, runtime.WatchCacheEvents(runtime_pb2.WatchCacheEventsRequest(resume_after=cursor))):
+            gone: set[bytes] = set()
+            async with asyncio.timeout(LIMIT_S):
+                while not {tail.hash, tail.parent_hash} <= gone:
+                    told = await again.read()
+                    assert not told.snapshot
+                    gone |= set(told.removed_hashes)
+            again.cancel()
+        stale = runtime.WatchCacheEvents(runtime_pb2.WatchCacheEventsRequest(resume_after={"instance_id": "another", "sequence": 1}))
+        assert (await stale.read()).snapshot
+        stale.cancel()
+
+
+async def test_the_load_is_told_when_it_changes(served: Served) -> None:
+    async with grpc.aio.insecure_channel(served.address) as channel, AsyncClient(served.address) as client:
+        runtime: Any = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        watch = runtime.WatchLoad(runtime_pb2.WatchLoadRequest(min_interval={"nanos": 100_000_000}))
+        before = (await watch.read()).load.output_tokens
+        await client.generate(PROMPT, sampling(1, 5))
+        async with asyncio.timeout(LIMIT_S):
+            while (await watch.read()).load.output_tokens < before + 5:
+                pass
+        watch.cancel()
+        wrong = runtime.WatchLoad(runtime_pb2.WatchLoadRequest(min_interval={"seconds": 61}))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await wrong.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_admin_rpcs_are_not_on_the_public_listener(served: Served) -> None:
+    with grpc.insecure_channel(served.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        admin_pb2_grpc.AdminServiceStub(channel).Drain(admin.DrainRequest())
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+
+
