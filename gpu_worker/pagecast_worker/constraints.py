@@ -21,6 +21,7 @@ from pagecast_wire.constraints import constraint_digest, grammar_of, limits
 from pagecast_wire.plan import Admission
 from pagecast_wire.result import FLAG_BAD, FLAG_DEAD, FLAG_IDLE, FLAG_LARGE, FLAG_STOP
 from pagecast_wire.sampling import Constraint, ConstraintFault
+from pagecast_worker.executor import Prepared
 from pagecast_worker.row_book import Int
 from pagecast_worker.token_rules import Masks
 from pagecast_worker.vocabulary import VocabularyError
@@ -29,14 +30,11 @@ COMPILE_SECONDS = 5.0
 """A constraint that takes longer to compile is refused. llguidance's own limits end the work soon after."""
 COMPILERS = 2
 MAX_KEPT = 512
-"""Compiled constraints kept; the least recently used go first. A scheduler counts on at least MAX_PREPARED of them."""
-MAX_PREPARED = 256
+"""Compiled constraints kept; the least recently used go first. More than a scheduler counts on."""
 
 _TOO_LARGE = ("too big", "too large", "too many", "too complex", "toocomplex")
 """Words of llguidance's messages about its limits."""
 _log = structlog.get_logger(__name__)
-
-Prepared = Callable[[bytes, ConstraintFault], None]
 
 
 @dataclass(slots=True, eq=False)

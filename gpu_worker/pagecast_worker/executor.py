@@ -9,8 +9,10 @@ from typing import Protocol
 from pagecast_wire.intake import LoadProgress, ModelFacts
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import StepResult
+from pagecast_wire.sampling import Constraint, ConstraintFault
 
 ReportProgress = Callable[[LoadProgress], None]
+Prepared = Callable[[bytes, ConstraintFault], None]
 
 
 class OutOfMemory(RuntimeError):
@@ -43,6 +45,9 @@ class Executor(Protocol):
 
     def start_epoch(self, start: StartEpoch) -> None:
         """Forget every row and every KV block."""
+
+    def prepare(self, constraint: Constraint, done: Prepared) -> None:
+        """Compile a constraint aside; done is called once, from any thread, with its digest and what is wrong with it."""
 
     def submit(self, plan: StepPlan) -> None:
         """Apply the plan and enqueue its step(s). Raises PlanError, OutOfMemory."""

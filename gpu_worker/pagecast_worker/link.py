@@ -17,7 +17,7 @@ import zmq
 
 from pagecast_wire.codec import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode
 from pagecast_wire.intake import HelloWanted, ModelFacts
-from pagecast_wire.plan import GroupFormed, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.plan import GroupFormed, PrepareConstraint, StartEpoch, StepPlan, StopWorker
 from pagecast_wire.result import GroupJoin, Heartbeat, WorkerHello
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, Stopped
@@ -80,7 +80,7 @@ class Completed:
     step: int = 0
 
 
-FromScheduler = StartEpoch | StepPlan | StopWorker | HelloWanted | GroupFormed
+FromScheduler = StartEpoch | StepPlan | PrepareConstraint | StopWorker | HelloWanted | GroupFormed
 
 
 class Link:

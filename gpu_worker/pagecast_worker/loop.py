@@ -4,15 +4,18 @@ While the device works the loop goes on receiving, so that the next plan is queu
 sleeps then, and in a blocking poll when nothing is in flight.
 """
 
+import os
 import time
+from contextlib import suppress
 from typing import Final
 
 import structlog
 import zmq
 
 from pagecast_wire.intake import HelloWanted
-from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
-from pagecast_wire.result import PlanGap, StepResult
+from pagecast_wire.plan import PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.result import ConstraintPrepared, PlanGap, StepResult
+from pagecast_wire.sampling import ConstraintFault
 from pagecast_worker.executor import Executor
 from pagecast_worker.link import Completed, FromScheduler, Link, PlanOrder, Verdict
 
@@ -57,6 +60,7 @@ class Loop:
             waiting_since = time.monotonic()
             for message in self.link.receive():
                 self._handle(message)
+            self._send_answers()
             self._send_results(wait=False)
 
     def _handle(self, message: FromScheduler) -> None:
@@ -65,6 +69,8 @@ class Loop:
                 self._take(message)
             case StartEpoch():
                 self._start_epoch(message)
+            case PrepareConstraint():
+                self.executor.prepare(message.constraint, self._prepared)
             case HelloWanted():
                 _log.info("the scheduler asks for a hello", last_epoch=self.order.epoch)
                 self.link.hello_again(self.order.epoch)
@@ -72,6 +78,16 @@ class Loop:
                 self.refusal = message.reason
                 self._finish()
                 self.stopping = True
+
+    def _prepared(self, digest: bytes, fault: ConstraintFault) -> None:
+        """From any thread: the answer is sent by the loop's own, which this wakes."""
+        self._answers.put(ConstraintPrepared(self.rank, digest, fault))
+        with suppress(BlockingIOError, OSError):  # full: it is awake; closed: nobody waits
+            os.write(self.link.wake_write_fd, b"\0")
+
+    def _send_answers(self) -> None:
+        while not self._answers.empty():
+            self.link.send(self._answers.get())
 
     def _take(self, plan: StepPlan) -> None:
         verdict = self.order.judge(plan.epoch, plan.step)

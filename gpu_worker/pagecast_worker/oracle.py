@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from pagecast_wire.checksum import table_checksum
 from pagecast_wire.codec import pack_u32, view_u32
+from pagecast_wire.constraints import constraint_digest
 from pagecast_wire.intake import LoadProgress, ModelFacts
 from pagecast_wire.plan import Admission, StartEpoch, StepPlan
 from pagecast_wire.result import FLAG_IDLE, FLAG_STOP, StepResult
+from pagecast_wire.sampling import Constraint, ConstraintFault
 from pagecast_worker.config import WorkerConfig
-from pagecast_worker.executor import PlanError, ReportProgress
+from pagecast_worker.executor import PlanError, Prepared, ReportProgress
 from pagecast_worker.oracle_cells import Cells
 from pagecast_worker.oracle_logprobs import OracleLogprobs
 from pagecast_worker.oracle_model import avoid, draw, oracle_tokens, position_weights, row_key, token_terms
@@ -86,6 +88,10 @@ class OracleExecutor:
         self._min_tokens = np.zeros(rows, dtype=np.int64)
         self._keys = np.zeros(rows, dtype=np.uint64)
         self._stops = np.full((rows, 1), -1, dtype=np.int64)
+
+    def prepare(self, constraint: Constraint, done: Prepared) -> None:
+        """Nothing to compile: the oracle says what it says."""
+        done(constraint_digest(constraint), ConstraintFault.NONE)
 
     def submit(self, plan: StepPlan) -> None:
         """Apply and compute. Raises PlanError when the plan contradicts this rank's state."""

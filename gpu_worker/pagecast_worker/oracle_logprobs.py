@@ -1,5 +1,6 @@
 """Log-probabilities as the oracle invents them: functions of the token alone, so that a test knows what each stream must be told."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,6 +12,8 @@ from pagecast_wire.plan import Admission, StepPlan
 from pagecast_wire.result import FLAG_IDLE
 
 _STEP: Final = np.float32(0.25)
+Known = NDArray[np.uint32] | Mapping[int, NDArray[np.uint32]]
+"""Tokens by row."""
 
 
 def oracle_logprobs(token: int, num: int, vocab_size: int) -> tuple[float, list[int], list[float]]:
@@ -48,7 +51,7 @@ class OracleLogprobs:
             self._asked[admission.row] = (sampling.num_logprobs, prompt, admission.num_prompt_tokens)
 
     def fields(
-        self, plan: StepPlan, rows: NDArray[np.int64], tokens: NDArray[np.int64], flags: NDArray[np.uint8], known: NDArray[np.uint32]
+        self, plan: StepPlan, rows: NDArray[np.int64], tokens: NDArray[np.int64], flags: NDArray[np.uint8], known: Known
     ) -> dict[str, bytes]:
         """StepResult's columns for rows[n] that sampled tokens[steps, n]. known: every row's tokens."""
         if not self._asked:
@@ -69,7 +72,7 @@ class OracleLogprobs:
             "top_logprobs": _f32(told.best),
         }  # fmt: skip
 
-    def _prompts(self, plan: StepPlan, known: NDArray[np.uint32]) -> dict[str, bytes]:
+    def _prompts(self, plan: StepPlan, known: Known) -> dict[str, bytes]:
         told, rows, starts, tops = _Columns(), [], [], []
         columns = (plan.chunk_rows, plan.chunk_starts, plan.chunk_lengths)
         for row, start, length in zip(*(view_u32(column).tolist() for column in columns), strict=True):
@@ -81,7 +84,7 @@ class OracleLogprobs:
             starts.append(start + 1)
             tops.append(num)
             told.counts.append(count)
-            for token in known[row, start + 1 : start + 1 + count].tolist():
+            for token in known[row][start + 1 : start + 1 + count].tolist():
                 told.add(token, num, self._vocab_size)
         return {
             "prompt_rows": pack_u32(rows), "prompt_starts": pack_u32(starts), "prompt_counts": pack_u32(told.counts),

@@ -20,8 +20,8 @@ from pagecast_wire.sampling import Constraint
 from pagecast_worker.backend import Backend, device_named
 from pagecast_worker.batch_state import BatchState
 from pagecast_worker.config import WorkerConfig
-from pagecast_worker.constraints import ConstraintBook, Follower, Prepared
-from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, ReportProgress
+from pagecast_worker.constraints import ConstraintBook, Follower
+from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, Prepared, ReportProgress
 from pagecast_worker.graphs import DecodeGraphs
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed

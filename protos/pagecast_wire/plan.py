@@ -18,7 +18,7 @@ row number. Known tokens of a row are its prompt and the history it was admitted
 from msgspec import Struct
 
 from pagecast_wire.intake import HelloWanted
-from pagecast_wire.sampling import SamplingParams
+from pagecast_wire.sampling import Constraint, SamplingParams
 
 NULL_BLOCK = 0
 """Never allocated; the target of padding."""
@@ -80,6 +80,12 @@ class StepPlan(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     table_checksum: int = 0
 
 
+class PrepareConstraint(Struct, frozen=True, forbid_unknown_fields=True, tag="prepare_constraint"):
+    """Compile this, beside the steps, and say so with ConstraintPrepared: rows with it will be admitted. Outside the order of plans."""
+
+    constraint: Constraint
+
+
 class StopWorker(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="stop_worker"):
     """Finish what was sent and exit 0; with a reason, this rank was refused: say so and exit 2."""
 
@@ -93,4 +99,4 @@ class GroupFormed(Struct, frozen=True, forbid_unknown_fields=True, tag="group_fo
     address: str
 
 
-ToWorker = StartEpoch | StepPlan | StopWorker | HelloWanted | GroupFormed
+ToWorker = StartEpoch | StepPlan | PrepareConstraint | StopWorker | HelloWanted | GroupFormed

@@ -89,6 +89,15 @@ class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     device_us: int = 0
 
 
+class ConstraintPrepared(Struct, frozen=True, forbid_unknown_fields=True, tag="constraint_prepared"):
+    """A rank's answer to PrepareConstraint. digest: pagecast_wire.constraints.constraint_digest. fault: a ConstraintFault, NONE if rows may
+    come."""
+
+    rank: int
+    digest: bytes
+    fault: int = 0
+
+
 class PlanGap(Struct, frozen=True, forbid_unknown_fields=True, tag="plan_gap"):
     """A plan arrived whose step is not last_step + 1 (and is not a duplicate): send again from last_step + 1."""
 
@@ -116,4 +125,4 @@ class WorkerFault(Struct, frozen=True, forbid_unknown_fields=True, tag="worker_f
     detail: str
 
 
-FromWorker = GroupJoin | WorkerHello | StepResult | PlanGap | Heartbeat | WorkerFault | LoadProgress
+FromWorker = GroupJoin | WorkerHello | StepResult | ConstraintPrepared | PlanGap | Heartbeat | WorkerFault | LoadProgress

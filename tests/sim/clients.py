@@ -52,6 +52,11 @@ class Port:
         self._control("drop_frontend", now, slot=slot)
         self.core.drop_frontend(slot, now)
 
+    def constraint_prepared(self, digest: bytes, fault: int, now: int) -> None:
+        if self._recorder is not None:
+            self._recorder.control(now, "constraint_prepared", {"digest": digest.hex(), "fault": fault})
+        self.core.constraint_prepared(digest, fault, now)
+
     def start_epoch(self, now: int) -> StartEpoch:
         start = self.core.start_epoch()
         self._control("start_epoch", now, epoch=start.epoch)

@@ -14,8 +14,10 @@ from sim.reference import EMPTY, VOCABULARY, extend, sample
 
 from pagecast_wire.checksum import table_checksum
 from pagecast_wire.codec import pack_u32, view_u32
+from pagecast_wire.constraints import constraint_digest
 from pagecast_wire.plan import NULL_BLOCK, Admission, StartEpoch, StepPlan
-from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP, StepResult
+from pagecast_wire.result import FLAG_BAD, FLAG_DEAD, FLAG_IDLE, FLAG_STOP, StepResult
+from pagecast_worker.oracle_logprobs import OracleLogprobs
 
 BROKEN = 0
 """Cell written by a row whose numbers were NaN; whoever reads it is NaN as well."""
@@ -39,6 +41,7 @@ class Identity:
     may_hit: bool
     broken_at: int = -1  # position whose computation yields NaN in sequence 0
     poison_at: int = -1  # position whose computation kills the group
+    dead_at: int = -1  # number of tokens of sequence 0 after which no token is left
 
 
 @dataclass(slots=True)
@@ -59,6 +62,7 @@ class Row:
     tokens: list[int]
     first_owned: int  # index of the first block this row may write to
     admitted_step: int
+    constrained: bool
     broken: bool = False
 
     @property
@@ -81,10 +85,12 @@ class OracleWorker:
     def __init__(self, identify: Callable[[int], Identity]) -> None:
         self._identify = identify
         self.rows: dict[int, Row] = {}
+        self.compiled: set[bytes] = set()  # constraints, of this life of the worker
 
     def start_epoch(self, start: StartEpoch) -> None:
         self.start = start
         self.rows = {}
+        self._logprobs = OracleLogprobs(VOCABULARY)
         self.held = [0] * start.num_blocks  # rows whose table holds the block
         self.cells = np.full((start.num_blocks, start.block_size), UNWRITTEN, dtype=np.uint64)
         self.writers = np.full(start.num_blocks, -1, dtype=np.int64)  # seed of the last writer
@@ -163,6 +169,10 @@ class OracleWorker:
             if index >= first_owned and self.held[block]:
                 raise Violation(f"step {step} row {number}: block {block} is to be written but rows {self._holders(block)} hold it")
             self.held[block] += 1
+        constraint = admission.sampling.constraint
+        if constraint is not None and constraint_digest(constraint) not in self.compiled:
+            raise Violation(f"step {step} row {number}: its constraint is not compiled")
+        self._logprobs.admit(admission)
         chain = np.empty(start.max_model_len + 1, dtype=np.uint64)
         value = EMPTY
         for index, token in enumerate(tokens):
@@ -174,7 +184,7 @@ class OracleWorker:
             seed=seed, sequence=admission.sequence, identity=self._identify(seed), chain=chain, table=table, num_blocks=len(blocks),
             num_tokens=len(tokens), num_computed=admission.num_computed_tokens, max_tokens=admission.max_tokens,
             min_tokens=admission.min_tokens, stop_ids=frozenset(view_u32(admission.stop_token_ids).tolist()), tokens=tokens,
-            first_owned=first_owned, admitted_step=step,
+            first_owned=first_owned, admitted_step=step, constrained=admission.sampling.constraint is not None,
         )  # fmt: skip
 
     def _grow(self, row: Row, number: int, block: int, step: int) -> None:
@@ -199,6 +209,8 @@ class OracleWorker:
         chunks = self._chunks(plan)
         if chunks and plan.num_steps > 1:
             raise Violation(f"step {plan.step}: a plan of {plan.num_steps} steps carries prefill chunks")
+        if plan.num_steps > 1 and any(row.constrained for row in self.rows.values()):
+            raise Violation(f"step {plan.step}: a plan of {plan.num_steps} steps holds a constrained row")
         if not set(decoding).isdisjoint(chunks):
             raise Violation(f"step {plan.step}: a decoding row got a chunk")
         if len(decoding) + sum(chunks.values()) > self.start.max_num_batched_tokens:
@@ -216,10 +228,17 @@ class OracleWorker:
                 token, flag = (0, FLAG_IDLE) if number in ended else self._sample(self.rows[number])
                 tokens.append(token)
                 flags.append(flag)
-                if flag & (FLAG_STOP | FLAG_BAD) or self.rows[number].num_tokens >= self.rows[number].max_tokens:
+                if flag & (FLAG_STOP | FLAG_BAD | FLAG_DEAD) or self.rows[number].num_tokens >= self.rows[number].max_tokens:
                     ended.add(number)
         executed.sampled = [(self.rows[n].seed, self.rows[n].sequence) for n in sampling]
-        executed.result = StepResult(epoch=plan.epoch, step=plan.step, rank=0, tokens=pack_u32(tokens), flags=bytes(flags), device_us=1)
+        shape = (plan.num_steps, len(sampling))
+        told = self._logprobs.fields(
+            plan, np.array(sampling, np.int64), np.array(tokens, np.int64).reshape(shape), np.array(flags, np.uint8).reshape(shape),
+            {number: np.array(row.tokens, np.uint32) for number, row in self.rows.items()},
+        )  # fmt: skip
+        executed.result = StepResult(
+            epoch=plan.epoch, step=plan.step, rank=0, tokens=pack_u32(tokens), flags=bytes(flags), device_us=1, **told
+        )  # fmt: skip
         return executed
 
     def _chunks(self, plan: StepPlan) -> dict[int, int]:
@@ -282,5 +301,7 @@ class OracleWorker:
             token = VOCABULARY - 1
         row.chain[row.num_tokens] = extend(chain, token)
         row.num_tokens += 1
+        if not row.broken and row.sequence == 0 and row.num_tokens - 1 == row.identity.dead_at:
+            return 0, FLAG_DEAD
         flag = FLAG_BAD if row.broken else FLAG_STOP if token in row.stop_ids and not banned else 0
         return token, flag

@@ -4,7 +4,7 @@ Each feature (faults, lossy link, deadlines, pauses ...) is switched on by its o
 numbers; sizes are tiny, so that edges of blocks, chunks, limits and queues are met all the time.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from sim.reference import VOCABULARY, stream
@@ -12,7 +12,7 @@ from sim.reference import VOCABULARY, stream
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.intake import KEY_BITS, Priority, Submit
-from pagecast_wire.sampling import SamplingParams, StopRules
+from pagecast_wire.sampling import Constraint, ConstraintKind, SamplingParams, StopRules
 
 STEP_US = 1000
 """Nominal device time of a step; every other time is drawn around it."""
@@ -43,10 +43,21 @@ class RequestPlan:
     pauses: tuple[tuple[int, int], ...] = ()  # (from, until)
     broken_output: int = -1  # output index of sequence 0 whose logits are NaN
     poison_output: int = -1  # output index whose computation kills the worker group
+    dead_output: int = -1  # output index of sequence 0 at which the rules leave no token
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    constraint: str = ""  # of the regex kind; one that begins with "bad" does not compile
 
     @property
     def slot(self) -> int:
         return self.key >> KEY_BITS
+
+    @property
+    def sampling(self) -> SamplingParams:
+        constraint = Constraint(ConstraintKind.REGEX, self.constraint) if self.constraint else None
+        return SamplingParams(
+            seed=self.seed, num_logprobs=self.num_logprobs, num_prompt_logprobs=self.num_prompt_logprobs, constraint=constraint
+        )  # fmt: skip
 
     def submit(self, history: tuple[bytes, ...] = (), elapsed_ms: int = 0) -> Submit:
         """The wire message; `elapsed_ms` shortens the relative times of a request that is brought back."""
@@ -55,7 +66,7 @@ class RequestPlan:
             return -1 if limit_ms < 0 else max(limit_ms - elapsed_ms, 0)
 
         return Submit(
-            key=self.key, prompt=pack_u32(self.prompt), sampling=SamplingParams(seed=self.seed),
+            key=self.key, prompt=pack_u32(self.prompt), sampling=self.sampling,
             stop=StopRules(
                 max_output_tokens=self.max_output_tokens, min_output_tokens=self.min_output_tokens,
                 stop_token_ids=pack_u32(sorted(self.stop_ids)),
@@ -112,13 +123,29 @@ def draw(seed: int) -> Scenario:
     end = arrival + 25 * STEP_US
     times = lambda most: tuple(sorted(random.randrange(end) for _ in range(random.randint(1, most))))
     lossy = "lossy" in on
+    ruled = with_output_rules(tuple(requests), Random(seed * 0x51ED27 + 3))
     return Scenario(
-        seed=seed, config=config, requests=tuple(requests), latency_us=random.choice((20, 100, 900)),
+        seed=seed, config=config, requests=ruled, latency_us=random.choice((20, 100, 900)),
         jitter_us=random.choice((500, 3000)) if lossy else 0, loss=random.uniform(0, 0.2) if lossy else 0.0,
         duplication=random.uniform(0, 0.3) if lossy else 0.0, late_results=0.2 if "kills" in on or "restarts" in on or lossy else 0.0,
         kills_us=times(3) if "kills" in on else (), restarts_us=times(2) if "restarts" in on else (),
         lost_slot_us=((random.randrange(2), random.randrange(end)),) if "lost_frontend" in on else (),
         transfers_us=times(4) if "transfers" in on else (), slow_steps=random.choice((0.0, 0.1)), features=on,
+    )  # fmt: skip
+
+
+def with_output_rules(requests: tuple[RequestPlan, ...], random: Random) -> tuple[RequestPlan, ...]:
+    """Log-probabilities, constraints and dead ends for some, drawn apart from everything else. A third of the seeds has none."""
+    if random.random() < 0.33:
+        return requests
+    texts = [f"{random.choice(('good', 'good', 'good', 'bad'))} {index}" for index in range(3)]
+    return tuple(
+        replace(
+            plan, num_logprobs=random.choice((-1, -1, 0, 2)), num_prompt_logprobs=random.choice((-1, -1, -1, 0, 2)),
+            constraint=random.choice(texts) if random.random() < 0.3 else "",
+            dead_output=random.randrange(plan.max_output_tokens) if random.random() < 0.08 else -1,
+        )
+        for plan in requests
     )  # fmt: skip
 
 

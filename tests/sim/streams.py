@@ -5,13 +5,15 @@ I2 (no gap, no repeat, the right tokens), I3 (exactly one end per sequence, for 
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from sim.oracle import Violation
-from sim.reference import Stream, stream
+from sim.reference import VOCABULARY, Stream, stream
 from sim.scenario import RequestPlan
 
 from pagecast_wire.codec import pack_u32, view_u32, view_u64
-from pagecast_wire.intake import Finished, FrontendBatch
-from pagecast_wire.sampling import FinishReason
+from pagecast_wire.intake import Finished, FrontendBatch, PromptLogprobs, TokenLogprobs
+from pagecast_wire.sampling import ConstraintFault, FinishReason
+from pagecast_worker.oracle_logprobs import oracle_logprobs
 
 
 @dataclass(slots=True)
@@ -19,6 +21,7 @@ class Output:
     """One sequence as its client sees it."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[float, list[int], list[float]]] = field(default_factory=list)
     reason: FinishReason | None = None
     stop_keep: int = -1  # a stop text was reported: keep so many
 
@@ -35,6 +38,7 @@ class Open:
     may_be_poison: bool = False
     num_recoveries: int = 0
     brought_back: bool = False
+    prompt_told: int = 1  # position of the first prompt token whose log-probabilities have not come
 
     @property
     def ended(self) -> bool:
@@ -81,6 +85,12 @@ class Streams:
         for key, sequence, offset, count in zip(*columns, counts):
             self._on_tokens(slot, key, sequence, offset, tokens[start : start + count])
             start += count
+        for part in batch.prompt_logprobs:
+            self._on_prompt(slot, part)
+        for told in batch.logprobs:
+            self._on_logprobs(slot, told)
+        for key, sequence in zip(*columns[:2]):
+            self._check_told(self._find(slot, key), sequence)
         for finished in batch.finished:
             self._on_finished(slot, finished, now)
         for rejected in batch.rejected:
@@ -110,6 +120,42 @@ class Streams:
         if output.stop_keep >= 0:
             raise Violation(f"{where}: tokens after its stop text was reported")
         output.tokens += tokens
+
+    def _on_logprobs(self, slot: int, told: TokenLogprobs) -> None:
+        request = self._find(slot, told.key)
+        output, plan = request.outputs[told.sequence], request.plan
+        if output.reason is not None and request.brought_back:
+            return
+        where = f"request {told.key:#x} sequence {told.sequence}"
+        if told.offset != len(output.logprobs) or told.offset >= len(output.tokens) or plan.num_logprobs < 0:
+            raise Violation(f"{where}: log-probabilities at {told.offset}, {len(output.logprobs)} came of {len(output.tokens)} tokens")
+        line = (told.logprob, view_u32(told.top_ids).tolist(), np.frombuffer(told.top_logprobs, "<f4").tolist())
+        if line != oracle_logprobs(output.tokens[told.offset], plan.num_logprobs, VOCABULARY):
+            raise Violation(f"{where}: the log-probabilities at {told.offset} are another token's")
+        output.logprobs.append(line)
+
+    def _check_told(self, request: Open, sequence: int) -> None:
+        """A token never comes without what is to be told of it, nor before the prompt's log-probabilities."""
+        output, plan = request.outputs[sequence], request.plan
+        if plan.num_logprobs >= 0 and len(output.logprobs) != len(output.tokens):
+            raise Violation(f"request {plan.key:#x}: {len(output.tokens)} tokens, log-probabilities of {len(output.logprobs)}")
+        if sequence == 0 and plan.num_prompt_logprobs >= 0 and request.prompt_told != max(1, len(plan.prompt)):
+            raise Violation(f"request {plan.key:#x}: a token, but the prompt was told up to {request.prompt_told} of {len(plan.prompt)}")
+
+    def _on_prompt(self, slot: int, part: PromptLogprobs) -> None:
+        request = self._find(slot, part.key)
+        plan, values, num = request.plan, np.frombuffer(part.logprobs, "<f4").tolist(), part.num_top
+        ids, best = view_u32(part.top_ids).tolist(), np.frombuffer(part.top_logprobs, "<f4").tolist()
+        again = request.brought_back and part.start <= request.prompt_told
+        if num != plan.num_prompt_logprobs or not values or len(ids) != len(best) or len(ids) != num * len(values):
+            raise Violation(f"request {part.key:#x}: prompt log-probabilities of the wrong shape")
+        if part.start != request.prompt_told and not again:
+            raise Violation(f"request {part.key:#x}: prompt log-probabilities from {part.start}, expected {request.prompt_told}")
+        for at, value in enumerate(values):
+            line = (value, ids[at * num : (at + 1) * num], best[at * num : (at + 1) * num])
+            if line != oracle_logprobs(plan.prompt[part.start + at], num, VOCABULARY):
+                raise Violation(f"request {part.key:#x}: prompt log-probabilities at {part.start + at} are another token's")
+        request.prompt_told = max(request.prompt_told, part.start + len(values))
 
     def _on_finished(self, slot: int, finished: Finished, now: int) -> None:
         request = self._find(slot, finished.key)
@@ -154,5 +200,11 @@ class Streams:
             FinishReason.NUMERIC_FAULT: finished.sequence in request.broken,
             FinishReason.WORKER_LOST: request.num_recoveries > self._max_recoveries,
             FinishReason.POISON_REQUEST: request.may_be_poison,
+            FinishReason.CONSTRAINT_FAILED: self._cannot_go_on(plan, finished, received),
         }
         return "" if truths[FinishReason(finished.reason)] else f"which is not true after {received} of {len(expected.tokens)} tokens"
+
+    def _cannot_go_on(self, plan: RequestPlan, finished: Finished, received: int) -> bool:
+        if plan.constraint.startswith("bad"):
+            return finished.constraint_fault == ConstraintFault.TOO_LARGE and not received
+        return finished.constraint_fault == ConstraintFault.NO_TOKEN and finished.sequence == 0 and received == plan.dead_output

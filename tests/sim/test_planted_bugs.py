@@ -1,6 +1,7 @@
 """Every planted bug is caught within 2,000 seeds; the core without a bug is not."""
 
 import pytest
+import sim.planted_output  # noqa: F401 - puts its mutations into the list
 from sim.planted import MUTATIONS, Mutation, colliding_digests, planted
 from sim.world import SimulationFailed, simulate
 

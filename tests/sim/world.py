@@ -20,8 +20,10 @@ from sim.trace import line
 
 from pagecast_scheduler.engine.recorder import Recorder
 from pagecast_wire.codec import decode, encode
+from pagecast_wire.constraints import constraint_digest
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import FLAG_BAD, PlanGap, StepResult
+from pagecast_wire.sampling import Constraint, ConstraintFault
 
 HEARTBEAT_US = 10 * STEP_US
 MAX_EVENTS = 30_000
@@ -76,8 +78,8 @@ class World:
 
     def _identity(self, plan: RequestPlan) -> Identity:
         at = lambda output: len(plan.prompt) + output - 1 if output >= 0 else -1
-        may_hit = self.config.enable_prefix_caching and not plan.bypass_prefix_cache
-        return Identity(plan.key, plan.namespace, may_hit, at(plan.broken_output), at(plan.poison_output))
+        may_hit = self.config.enable_prefix_caching and not plan.bypass_prefix_cache and plan.num_prompt_logprobs < 0
+        return Identity(plan.key, plan.namespace, may_hit, at(plan.broken_output), at(plan.poison_output), at(plan.dead_output) + 1)
 
     # The loop ----------------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,8 @@ class World:
         """Plan as far as possible, hand out what was learnt, check every law, set the alarm."""
         core = self.port.core
         self._take_batches()
+        for constraint in core.take_constraints() if self.group_up else ():
+            self.after(self.scenario.latency_us + self.random.randrange(6 * STEP_US), self._compiled, self.worker_life, constraint)
         while self.group_up:
             plan = self.port.plan_step(self.now)
             if plan is not None:
@@ -234,6 +238,19 @@ class World:
         self.port.apply_result(result, self.now)
         self._turn()
 
+    def _compiled(self, life: int, constraint: Constraint) -> None:
+        """The worker has compiled a constraint, unless it died over it."""
+        if life != self.worker_life or not self.worker_alive or not self.group_up:
+            return
+        digest, fault = constraint_digest(constraint), ConstraintFault.NONE
+        if constraint.text.startswith("bad"):
+            fault = ConstraintFault.TOO_LARGE
+        else:
+            self.worker.compiled.add(digest)
+        self.trace.append(("compiled", self.now, constraint.text))
+        self.port.constraint_prepared(digest, fault, self.now)
+        self._turn()
+
     def _gap(self, gap: PlanGap) -> None:
         for plan in self.sender.on_gap(gap):
             self._send_plan(plan)
@@ -285,6 +302,7 @@ class World:
     def _group_returns(self) -> None:
         self.worker_alive, self.busy_until = True, self.now
         self.worker_life += 1
+        self.worker.compiled.clear()
         self.receiver = PlanReceiver()
         self._open_epoch()
         self._turn()

@@ -78,7 +78,7 @@ def _check_requests(s: State) -> None:
         _require(len(open_sequences) == request.num_open > 0, f"request {request.key}: open count is wrong")
         for seq in open_sequences:
             homes = (seq.row >= 0) + (seq.detached is not None) + seq.queued + (seq in request.held)
-            parked = request.paused and seq.status is Status.WAITING
+            parked = (request.paused or request.preparing) and seq.status is Status.WAITING
             _require(homes == 1 or (parked and homes == 0), f"request {request.key}: a sequence has {homes} homes")
             queued += seq.queued
     _require(queued == len(s.queue), "queue length differs from its members")

@@ -18,6 +18,7 @@ def fail_epoch(s: State, now: int) -> None:
     s.step = s.applied_step = 0
     s.in_flight.clear()
     s.totals.num_recoveries += 1
+    _ask_again(s)
     culprit = s.alone if s.alone is not None and s.alone.key in present else None
     for seq in [*s.rows.running(), *(entry.seq for entry in s.detached.values())]:
         if seq.row >= 0:
@@ -37,6 +38,17 @@ def fail_epoch(s: State, now: int) -> None:
     s.alone = None
     _count_crashes(s, present)
     _end_hopeless(s, culprit, now)
+
+
+def _ask_again(s: State) -> None:
+    """New workers have compiled nothing: requests with a constraint leave the queue until they have."""
+    s.constraints.forget()
+    for request in s.requests.values():
+        s.constraints.expect(request)
+        if request.preparing:
+            for seq in request.sequences:
+                if seq.queued:
+                    s.queue.remove(seq)
 
 
 def _present(s: State) -> dict[int, int]:

@@ -44,6 +44,7 @@ class Request:
     held: list["Sequence"] = field(default_factory=list)  # siblings that wait until the first one has planned the whole prompt
     num_open: int = 0
     paused: bool = False
+    preparing: bool = False  # its constraint is not compiled yet: no sequence may enter the queue
     started: bool = False  # any sequence was ever admitted, here or before a scheduler was lost
     num_crashes: int = 0  # worker groups lost in a row while this request was in a step in flight
     prompt_told: int = 1  # position of the first prompt token whose log-probabilities were not told, if they were asked for

@@ -20,7 +20,7 @@ from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import Accepted, FrontendBatch, Phase, Progress, Rejected, Submit
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import StepResult
-from pagecast_wire.sampling import FinishReason
+from pagecast_wire.sampling import Constraint, ConstraintFault, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Scheduler:
             s.num_queued_requests += 1
             s.num_queued_tokens += request.num_prompt_tokens
         s.timers.add(request)
+        s.constraints.expect(request)
         position = len(s.queue)
         first, *request.held = request.sequences
         s.enqueue(first, now)
@@ -97,6 +98,22 @@ class Scheduler:
             for seq in request.sequences:
                 if seq.row >= 0:
                     s.preempt(seq, now)
+
+    def constraint_prepared(self, digest: bytes, fault: int, now: int) -> None:
+        """Every rank has compiled a constraint, or one cannot: whoever waited for it enters the queue, or ends."""
+        s = self.state
+        for request in s.constraints.ready(digest, fault == ConstraintFault.NONE):
+            for seq in request.sequences:
+                if seq.status is Status.FINISHED:
+                    continue
+                if fault != ConstraintFault.NONE:
+                    s.finish(seq, FinishReason.CONSTRAINT_FAILED, now, constraint_fault=fault)
+                elif seq not in request.held:
+                    s.enqueue(seq, now)
+
+    def take_constraints(self) -> list[Constraint]:
+        """Constraints that every rank is to be asked for, each answered by `constraint_prepared`; to be called while an epoch is open."""
+        return self.state.constraints.take()
 
     def drop_frontend(self, slot: int, now: int, spared: Collection[int] = ()) -> None:
         """A front end vanished: its requests are cancelled and nobody is told. Those with a spared key go on for other readers."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from pagecast_scheduler.core.block_pool import Blocks
 from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.constraints import Constraints
 from pagecast_scheduler.core.estimates import Estimates
 from pagecast_scheduler.core.kv_manager import KvManager
 from pagecast_scheduler.core.outputs import Cohort, Outputs
@@ -91,6 +92,7 @@ class State:
     suspects: dict[int, Request] = field(default_factory=dict)  # requests that must run alone
     alone: Request | None = None  # the suspect that runs alone now
     next_report: int = 0
+    constraints: Constraints = field(default_factory=Constraints)
 
     @classmethod
     def create(cls, config: SchedulerConfig, epoch: int) -> "State":
@@ -109,8 +111,8 @@ class State:
         return any(not request.paused for request in self.suspects.values())
 
     def enqueue(self, seq: Sequence, now: int) -> None:
-        """Wait in the queue, or outside it while the request is paused."""
-        if not seq.request.paused and not seq.queued:
+        """Wait in the queue, or outside it while the request is paused or its constraint is being compiled."""
+        if not seq.request.paused and not seq.request.preparing and not seq.queued:
             self.queue.push(seq, now)
 
     def release_held(self, request: Request, now: int) -> None:

@@ -20,7 +20,7 @@ from pagecast_scheduler.engine.workers import Lost, WorkerGroup
 from pagecast_wire.codec import pack_u32, view_u32
 from pagecast_wire.intake import KEY_BITS, EngineLimits, FrontendBatch, Priority, Submit
 from pagecast_wire.plan import StepPlan
-from pagecast_wire.result import StepResult
+from pagecast_wire.result import ConstraintPrepared, StepResult
 from pagecast_wire.sampling import FinishReason, SamplingParams, StopRules
 
 EXIT_FAILED = 1
@@ -72,6 +72,7 @@ class Epochs:
         self.has_served = last_epoch > 0
         self.is_warm = False  # a step of this epoch has run
         self.num_epochs = 0
+        self._prepared: dict[bytes, set[int]] = {}  # ranks that have compiled a constraint, while some have not
 
     def create_core(self, now: int) -> None:
         """The first group is complete: fix the limits that hold from now on and make the core. Raises Stop if none can work."""
@@ -144,6 +145,11 @@ class Epochs:
         if not self._group.is_open:
             self._expire(now)
             return
+        for constraint in self.core.take_constraints():
+            lost = self._group.send_constraint(constraint)
+            if lost is not None:
+                self.lose(lost, now)
+                return
         while True:
             plan = self.core.plan_step(now)
             if self._record is not None:
@@ -185,6 +191,18 @@ class Epochs:
         self._last_progress = now
         self.is_warm = self.has_served = True
 
+    def prepared(self, answer: ConstraintPrepared, now: int) -> None:
+        """A rank has compiled a constraint, or cannot. The core hears of it when all have, or of the first that cannot."""
+        assert self.core is not None
+        ranks = self._prepared.setdefault(answer.digest, set())
+        ranks.add(answer.rank)
+        if not answer.fault and len(ranks) < len(self._group.ranks):
+            return
+        del self._prepared[answer.digest]
+        self._control(now, "constraint_prepared", {"digest": answer.digest.hex(), "fault": answer.fault})
+        self.core.constraint_prepared(answer.digest, answer.fault, now)
+        self._audit()
+
     def lose(self, lost: Lost, now: int) -> None:
         """A rank is lost. Ends the epoch if one is open. Raises Stop when it happens too often."""
         was_open = self._group.is_open
@@ -193,6 +211,7 @@ class Epochs:
             suspects = list(self._group.ranks) if was_open else [lost.rank]
             self._group.condemn(rank for rank in suspects if not (lost.is_replaced and rank == lost.rank))
         self._group.close_epoch()
+        self._prepared.clear()
         self._gathering_since = now
         if not was_open:
             return

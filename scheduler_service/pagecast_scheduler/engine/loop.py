@@ -27,7 +27,7 @@ from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_scheduler.engine.workers import Lost, WorkerGroup
 from pagecast_wire.control import UnwatchCache, WatchCache
 from pagecast_wire.intake import EngineStatus, ServingState
-from pagecast_wire.result import StepResult
+from pagecast_wire.result import ConstraintPrepared, StepResult
 
 TICK = SECOND // 5
 """Between two looks at everything that is not urgent (microseconds)."""
@@ -170,6 +170,8 @@ class Engine:
             news = self._group.receive(identity, message, now)
             if isinstance(news, StepResult):
                 self._epochs.apply(news, now)
+            elif isinstance(news, ConstraintPrepared):
+                self._epochs.prepared(news, now)
             elif isinstance(news, Lost):
                 self._epochs.lose(news, now)
 

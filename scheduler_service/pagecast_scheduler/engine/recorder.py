@@ -4,14 +4,14 @@ The core is deterministic: the same inputs at the same microseconds give the sam
 recorded, in order and with its `now`:
 
     control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {}, drop_frontend {slot, spared},
-             reset_prefix_cache {}, before an expire {} outside plan_step, and before an abort {key, reason} that no front end asked for
+             constraint_prepared {digest, fault}, reset_prefix_cache {}, before an expire {} outside plan_step, and before an abort {key, reason} that no front end asked for
     arrival  before submit, abort, stop_at or pause, with the front end's message
     plan     after every plan_step, also when it returned None: an attempt may end requests whose time has run out
     result   before apply_result
 
 File: the line MAGIC, then frames of u32 little-endian length and msgpack [at_us, kind, body]. A file cut short by a crash is good up to
-its last whole frame. Text never reaches this process and so never the file; tenants are written as salted digests; token ids only on
-request, else their number stands in for them.
+its last whole frame. Tenants are written as salted digests; token ids, and the text of constraints, only on request: else
+their number stands in for the ids, and nothing for the text.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from pagecast_wire.codec import WIRE_DIGEST, encode
 from pagecast_wire.intake import Abort, Pause, StopAt, Submit
 from pagecast_wire.plan import Admission, StepPlan
 from pagecast_wire.result import StepResult
-from pagecast_wire.sampling import SamplingParams
+from pagecast_wire.sampling import Constraint, SamplingParams
 
 MAGIC = b"pagecast recording 1\n"
 LENGTH = struct.Struct("<I")
@@ -75,7 +75,8 @@ class Recorder:
     def result(self, now: int, result: StepResult) -> None:
         """What a step produced, as it is passed on to the core."""
         if not self.with_tokens:
-            result = msgspec.structs.replace(result, tokens=count_of(result.tokens), top_ids=b"", top_logprobs=b"", logprobs=b"")
+            untold = dict.fromkeys(("top_ids", "top_logprobs", "logprobs", "prompt_top_ids", "prompt_top_logprobs", "prompt_logprobs"), b"")
+            result = msgspec.structs.replace(result, tokens=count_of(result.tokens), **untold)
         self._write(now, "result", encode(result))
 
     def close(self) -> None:
@@ -122,4 +123,7 @@ def _redact(admission: Admission) -> Admission:
 
 
 def _without_ids(sampling: SamplingParams) -> SamplingParams:
-    return msgspec.structs.replace(sampling, logit_bias_ids=b"", logit_bias_values=b"", allowed_token_ids=b"")
+    """Without ids, and without the text of a constraint."""
+    constraint = None if sampling.constraint is None else Constraint(sampling.constraint.kind)
+    columns = ("logit_bias_ids", "logit_bias_values", "allowed_token_ids", "bad_word_tokens", "bad_word_lengths")
+    return msgspec.structs.replace(sampling, constraint=constraint, **dict.fromkeys(columns, b""))

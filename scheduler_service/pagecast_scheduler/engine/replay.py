@@ -145,6 +145,8 @@ def _feed(scheduler: Scheduler, at: int, kind: str, body: Any, result: Replay) -
             scheduler.start_epoch()
         case "fail_epoch":
             scheduler.fail_epoch(at)
+        case "constraint_prepared":
+            scheduler.constraint_prepared(bytes.fromhex(body["digest"]), body["fault"], at)
         case "drop_frontend":
             scheduler.drop_frontend(body["slot"], at, body.get("spared", ()))
         case "abort":

@@ -18,8 +18,9 @@ from pagecast_scheduler.engine.processes import ProcessGone, Watched
 from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_wire import codec
 from pagecast_wire.intake import HelloWanted, LoadProgress
-from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
-from pagecast_wire.result import GroupJoin, Heartbeat, PlanGap, StepResult, WorkerFault, WorkerHello
+from pagecast_wire.plan import PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.result import ConstraintPrepared, GroupJoin, Heartbeat, PlanGap, StepResult, WorkerFault, WorkerHello
+from pagecast_wire.sampling import Constraint
 
 RESEND_AFTER = SECOND
 """A heartbeat that does not show a plan sent so long ago (microseconds) makes it be sent again."""
@@ -99,9 +100,12 @@ class WorkerGroup:
         """Highest epoch that any rank of the group has seen."""
         return max((rank.hello.last_epoch for rank in self.ranks.values()), default=0)
 
-    def receive(self, identity: bytes, message: Any, now: int) -> StepResult | Lost | None:
-        """Take one message. A result is returned only if it is the next one of this epoch from rank 0."""
+    def receive(self, identity: bytes, message: Any, now: int) -> StepResult | ConstraintPrepared | Lost | None:
+        """Take one message. A result is returned only if it is the next one of this epoch from rank 0, an answer about a constraint only
+        of the open group."""
         match message:
+            case ConstraintPrepared():
+                return message if self._start is not None and self._sender(identity, message.rank) is not None else None
             case StepResult():
                 return self._on_result(identity, message, now)
             case Heartbeat():
@@ -307,6 +311,10 @@ class WorkerGroup:
         if len(self.ranks) == 1:
             self._forget_acked()
         return self._broadcast(data)
+
+    def send_constraint(self, constraint: Constraint) -> Lost | None:
+        """Ask every rank to compile it."""
+        return self._broadcast(codec.encode(PrepareConstraint(constraint)))
 
     def _broadcast(self, data: bytes) -> Lost | None:
         for number, rank in self.ranks.items():

@@ -1,0 +1,75 @@
+"""Mutations around constraints, log-probabilities and rules that leave no token; see `planted`."""
+
+from typing import Any
+
+from sim.planted import Patch, mutation
+
+from pagecast_scheduler.core import applying, intake, planning, recovery
+from pagecast_scheduler.core.constraints import Constraints
+
+
+@mutation
+def constraints_outlive_their_workers(patch: Patch) -> None:
+    """New workers are taken to have compiled what the old ones had."""
+    patch(recovery, "_ask_again", lambda s: None)
+
+
+@mutation
+def nobody_waits_for_the_compiler(patch: Patch) -> None:
+    """A constrained request enters the queue at once."""
+    original = Constraints.expect
+
+    def expect(self: Constraints, request: Any) -> None:
+        original(self, request)
+        request.preparing = False
+
+    patch(Constraints, "expect", expect)
+
+
+@mutation
+def constrained_rows_in_plans_of_several_steps(patch: Patch) -> None:
+    """The next token of a constrained row is drawn before the last one is known."""
+    original = planning._num_steps
+
+    def num_steps(s: Any, now: int) -> int:
+        constrained, s.rows.num_constrained = s.rows.num_constrained, 0
+        try:
+            return original(s, now)
+        finally:
+            s.rows.num_constrained = constrained
+
+    patch(planning, "_num_steps", num_steps)
+
+
+@mutation
+def prompts_told_again_after_a_preemption(patch: Patch) -> None:
+    """What was told of a prompt is forgotten when it is computed again."""
+    original = applying.tell_prompts
+
+    def tell(s: Any, record: Any, result: Any) -> None:
+        for row, generation in record.telling:
+            seq = s.holder(row, generation)
+            if seq is not None:
+                seq.request.prompt_told = 1
+        original(s, record, result)
+
+    patch(applying, "tell_prompts", tell)
+
+
+@mutation
+def prompt_logprobs_from_the_cache(patch: Patch) -> None:
+    """A request for a prompt's log-probabilities may skip what the cache holds."""
+    patch(intake, "replace", lambda submit, **changes: submit)
+
+
+@mutation
+def dead_rows_live_on(patch: Patch) -> None:
+    """A row without any token left is taken for one that sat out a step."""
+    patch(applying, "_apply_dead", lambda s, record, at, flags, now: None)
+
+
+@mutation
+def logprobs_of_the_last_step_are_lost(patch: Patch) -> None:
+    """Sequences that only wait for their last results are forgotten."""
+    original = applying._apply_detached
+    patch(applying, "_apply_detached", lambda s, cohort, at, tokens, flags, logprobs, now: original(s, cohort, at, tokens, flags, {}, now))
