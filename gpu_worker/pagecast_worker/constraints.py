@@ -39,10 +39,12 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """One constrained row's matcher. ended: an end token was chosen, or the row is dead: whatever comes is meaningless."""
+    """One constrained row's matcher. stops: the row's stop ids. ends: the model's end tokens, which end it whether among them or not.
+    ended: an end token was chosen, or the row is dead: whatever comes is meaningless."""
 
     matcher: LLMatcher | None
     stops: frozenset[int]
+    ends: frozenset[int]
     fault: ConstraintFault = ConstraintFault.NONE
     ended: bool = False
 
@@ -59,6 +61,8 @@ class Follower:
         assert self.matcher is not None
         if not self.matcher.consume_token(token):
             self.fail()
+        if token in self.ends:
+            flags |= FLAG_STOP
         self.ended = bool(flags & FLAG_STOP)
         return flags
 
@@ -98,8 +102,9 @@ class _Job:
 class ConstraintBook:
     """Rows' followers, and compiled constraints by digest. Everything but `prepare`'s work runs on the caller's thread."""
 
-    def __init__(self, open_vocabulary: Callable[[], LLTokenizer], vocab_size: int) -> None:
+    def __init__(self, open_vocabulary: Callable[[], LLTokenizer], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size = vocab_size
+        self.ends = frozenset(eos_token_ids)
         self.rows: dict[int, Follower] = {}
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="constraints")
         self._vocabulary: Future[LLTokenizer] = self._compilers.submit(open_vocabulary)
@@ -141,7 +146,7 @@ class ConstraintBook:
                 continue
             compiled = self._compiling(constraint_digest(constraint), constraint).result()
             matcher = None if compiled.matcher is None else compiled.matcher.deep_copy()
-            follower = Follower(matcher, frozenset(view_u32(admission.stop_token_ids).tolist()), compiled.fault)
+            follower = Follower(matcher, frozenset(view_u32(admission.stop_token_ids).tolist()), self.ends, compiled.fault)
             history = view_u32(admission.tokens)[admission.num_prompt_tokens :].tolist()
             if matcher is not None and history and not matcher.consume_tokens(history):
                 follower.fail()

@@ -7,6 +7,7 @@ sleeps then, and in a blocking poll when nothing is in flight.
 import os
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Final
 
 import structlog
@@ -39,6 +40,7 @@ class Loop:
         self.in_flight = 0
         self.current = (0, 0)
         self.stopping = False
+        self._answers: SimpleQueue[ConstraintPrepared] = SimpleQueue()
         self.refusal = ""  # why the scheduler does not want this rank
 
     def stop(self) -> None:

@@ -101,7 +101,7 @@ class TorchExecutor:
             self.ops = self.backend.ops
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
             self.rules = TokenRules(config.max_num_seqs, shape.vocab_size, self.device)
-            self.constraints = ConstraintBook(lambda: open_vocabulary(config, checkpoint), shape.vocab_size)
+            self.constraints = ConstraintBook(lambda: open_vocabulary(config, checkpoint), shape.vocab_size, shape.eos_token_ids)
             if ahead is not None:
                 report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
                 ahead.wait()

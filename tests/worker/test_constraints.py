@@ -38,7 +38,7 @@ def vocabulary():
 
 @pytest.fixture(scope="module")
 def book():
-    made = ConstraintBook(vocabulary, VOCAB)
+    made = ConstraintBook(vocabulary, VOCAB, [END])
     yield made
     made.close()
 
@@ -223,6 +223,14 @@ def test_sequences_of_one_request_differ_and_are_all_valid(executor):
     assert len(texts) == 4 and all(re.fullmatch(constraint.text, text) for text in texts)
 
 
+def test_the_end_token_ends_a_structure_also_with_ignore_eos(executor):
+    job = Job(PROMPT, 40, sampling(Constraint(ConstraintKind.REGEX, "[ab]{3}"), 1), [])
+    driver = Driver(executor, 200, max_model_len=256)
+    start(driver, [job])
+    driver.finish()
+    assert job.flags[-1] == FLAG_STOP and re.fullmatch("[ab]{3}", text_of(job.output))
+
+
 def test_min_output_tokens_give_way_to_a_finished_structure(executor):
     """As long as the structure can go on it must; once it is complete it ends."""
     open_end = Job(PROMPT, 40, sampling(Constraint(ConstraintKind.REGEX, "[ab]*"), 1), [END], min_output=6)
@@ -249,7 +257,7 @@ def test_rules_that_leave_no_token_kill_their_row_alone(executor):
 
 def test_a_constraint_that_outgrows_the_limits(monkeypatch):
     """To compile, it is refused; while it is followed, its row dies and says why."""
-    small = ConstraintBook(vocabulary, VOCAB)
+    small = ConstraintBook(vocabulary, VOCAB, [END])
     monkeypatch.setattr("pagecast_worker.constraints.limits", lambda: LLParserLimits(max_grammar_size=5, verbose_errors=False))
     large = '{"type": "object", "properties": {"a": {"type": "string", "maxLength": 30}, "b": {"enum": ["x", "y"]}}}'
     small.admit([admission(0, Constraint(ConstraintKind.JSON_SCHEMA, large), [])])
@@ -287,7 +295,7 @@ def test_prepare_gives_up_in_time(monkeypatch):
     monkeypatch.setattr("pagecast_worker.constraints.COMPILE_SECONDS", 0.05)
     release, answered, answers = threading.Event(), threading.Event(), []
     monkeypatch.setattr("pagecast_worker.constraints.grammar_of", lambda constraint: release.wait(60) and "")
-    slow = ConstraintBook(vocabulary, VOCAB)
+    slow = ConstraintBook(vocabulary, VOCAB, [END])
     slow.prepare(OTHERS[0], lambda digest, found: (answers.append(found), answered.set()))
     assert answered.wait(60)
     release.set()
@@ -296,7 +304,7 @@ def test_prepare_gives_up_in_time(monkeypatch):
 
 
 def test_without_a_vocabulary_constraints_are_refused(tmp_path):
-    none = ConstraintBook(lambda: load_vocabulary(tmp_path, VOCAB, [END]), VOCAB)
+    none = ConstraintBook(lambda: load_vocabulary(tmp_path, VOCAB, [END]), VOCAB, [END])
     answered, answers = threading.Event(), []
     none.prepare(OTHERS[0], lambda digest, found: (answers.append(found), answered.set()))
     assert answered.wait(60)

@@ -4,7 +4,8 @@ The core is deterministic: the same inputs at the same microseconds give the sam
 recorded, in order and with its `now`:
 
     control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {}, drop_frontend {slot, spared},
-             constraint_prepared {digest, fault}, reset_prefix_cache {}, before an expire {} outside plan_step, and before an abort {key, reason} that no front end asked for
+             constraint_prepared {digest, fault}, reset_prefix_cache {}, before an expire {} outside plan_step, and
+             before an abort {key, reason} that no front end asked for
     arrival  before submit, abort, stop_at or pause, with the front end's message
     plan     after every plan_step, also when it returned None: an attempt may end requests whose time has run out
     result   before apply_result
