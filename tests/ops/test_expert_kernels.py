@@ -40,7 +40,7 @@ def test_route_equals_float64(name: str, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("tokens", [1, 5, 70])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_mixture_equals_float64(name: str, tokens: int) -> None:
     count, routing = ROUTINGS[name]
     x, logits, gate_up, down, bias = inputs(tokens, tokens, count)

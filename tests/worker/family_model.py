@@ -17,7 +17,10 @@ NUM_BLOCKS = 24
 def family_config(name: str, **changes):
     """transformers' configuration of a family's example."""
     family = architectures()[name]
-    values = {**SMALL, **family.example, **changes}
+    if "text_config" in family.example:
+        values = {**family.example, "text_config": {**SMALL, **family.example["text_config"], **changes}}
+    else:
+        values = {**SMALL, **family.example, **changes}
     config = transformers.AutoConfig.for_model(family.model_type, **values)
     config.architectures = [name]
     return config

@@ -26,9 +26,10 @@ SIZES = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 3}
 def write_checkpoint(name: str, folder) -> None:
     """A random checkpoint of a family's example, made without transformers."""
     family = architectures()[name]
-    values = {**SMALL, **SIZES, **family.example, "architectures": [name], "model_type": family.model_type}
-    if "head_dim" in family.example:
-        values["head_dim"] = family.example["head_dim"]
+    values = {**SMALL, **SIZES, **family.example.get("text_config", family.example)}
+    if "text_config" in family.example:
+        values = {**family.example, "text_config": values}
+    values |= {"architectures": [name], "model_type": family.model_type}
     (folder / "config.json").write_text(json.dumps(values))
     config = read_config(folder)[0]
     model = Decoder(config, family.names, Ranks(), torch.device("meta"), torch.float32, LONGEST)

@@ -25,7 +25,8 @@ def logits(executor, ops, before: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", sorted(architectures()))
 def test_kernels_compute_what_the_cpu_computes(tmp_path, name):
-    windowed = "sliding_window" in architectures()[name].example
+    example = architectures()[name].example
+    windowed = "sliding_window" in example.get("text_config", example)
     folder, _ = write_family(name, tmp_path, **({"sliding_window": 6} if windowed else {}))
     executor = executor_for(folder)
     before = 71 if windowed else 0

@@ -44,16 +44,16 @@ def check_shape(file: str, name: str, found: tuple[int, ...], wanted: tuple[int,
         raise LoadError(f"{file}: tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}")
 
 
-def check_names(checkpoint: Checkpoint, wanted: set[str], ignored: tuple[str, ...] = (), past: str = "\0") -> None:
+def check_names(checkpoint: Checkpoint, wanted: set[str], ignored: tuple[str, ...] = (), beginnings: tuple[str, ...] = ()) -> None:
     """Raises LoadError for the first missing tensor, else for the first one that nothing uses.
 
-    ignored: name endings that may be left over; past: a beginning of such names.
+    ignored, beginnings: how names may end, or begin, of tensors that may be left over.
     """
     names = set(checkpoint.names())
     for name in sorted(wanted - names):
         raise LoadError(f"{checkpoint.file_of(name)}: tensor {name} is missing")
     for name in sorted(names - wanted):
-        if not name.endswith(ignored or ("\0",)) and not name.startswith(past):
+        if not name.endswith(ignored or ("\0",)) and not name.startswith(beginnings or ("\0",)):
             raise LoadError(f"{checkpoint.file_of(name)}: tensor {name} belongs to nothing in a {checkpoint.config.architecture}")
 
 

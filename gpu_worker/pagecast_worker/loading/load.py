@@ -91,9 +91,9 @@ def load_model(
     if not isinstance(checkpoint, RandomWeights):
         if ranks.rank == 0:
             checkpoint.verify()
-        past = f"{family.names['layer']}".format(i=checkpoint.config.num_layers) if family.extra_layers else "\0"
+        past = (f"{family.names['layer']}".format(i=checkpoint.config.num_layers),) if family.extra_layers else ()
         wanted = wanted_names(checkpoint.scheme, names, [source.name for source in sources])
-        check_names(checkpoint, wanted, (*LEFT_OVER, *KV_SCALES), past)
+        check_names(checkpoint, wanted, (*LEFT_OVER, *KV_SCALES), (*past, *family.ignored))
     products = {id(p.layer.weight): p for layer in model.layers for p in products_of(layer)} if quantizer is not None else {}
     total = sum(source.held() for source in sources) * dtype.itemsize
     done = 0

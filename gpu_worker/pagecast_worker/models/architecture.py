@@ -25,8 +25,9 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 class Architecture:
     """One family. name: as config.json's architectures spells it. read: its fields as a configuration, every field that matters.
 
-    example: fields of a small model of the family, next to `SMALL`, for tests that make one. extra_layers: its checkpoints
-    may hold layers after the last, for drafting, which nothing reads. gguf: the name that .gguf files give the family, if they hold it.
+    example: fields of a small model of the family, next to `SMALL`, for tests that make one. extra_layers: its checkpoints may hold
+    layers after the last, for drafting, which nothing reads. ignored: beginnings of names of what is not served. gguf: the name that
+    .gguf files give the family, if they hold it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Architecture:
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     example: Mapping[str, Any] = field(default_factory=dict)
     extra_layers: bool = False
+    ignored: tuple[str, ...] = ()
     gguf: str = ""
 
 

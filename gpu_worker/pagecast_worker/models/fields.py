@@ -56,6 +56,13 @@ class Fields:
             raise LoadError(f"{self.path}: field {name} must be true or false, got {value!r}")
         return value
 
+    def nested(self, name: str) -> "Fields":
+        """The fields of an object within this one, which has its own `finish`."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise LoadError(f"{self.path}: field {name} must be an object, got {value!r}")
+        return Fields(self.path, value | {"architectures": self.values["architectures"]})
+
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of integers of at least 0; empty where it is missing."""
         value = self.get(name, [])
