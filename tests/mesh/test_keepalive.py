@@ -137,10 +137,10 @@ async def test_a_minute_of_pings_and_silence_keeps_stream_and_watch(folder: Path
             assert not call.done() and not watch.done()
         assert statuses == [1, 2, 1]
         await rig.scheduler.tokens(submit.key, 0, [104], finished(submit.key, 1))
-        last = None
-        async for response in call:
-            last = response.event.WhichOneof("event")
-        assert last == "completed"
+        kinds = []
+        while (response := await call.read()) is not grpc.aio.EOF:
+            kinds.append(response.event.WhichOneof("event"))
+        assert kinds[-1] == "completed"
     await stop_rig(rig)
 
 
