@@ -287,3 +287,12 @@ async def test_calls_are_counted_by_method_status_and_reason(rig: Rig) -> None:
             await asyncio.sleep(0.01)
     assert registry.get_sample_value("pagecast_frontend_open_calls") == 0
     assert registry.get_sample_value("pagecast_frontend_call_seconds_count", {"method": method}) == 2
+
+
+async def test_no_request_takes_longer_than_the_server_allows(folder: Path) -> None:
+    rig = await start_rig(folder, max_request_s=5.0)
+    assert 0 < (await answer(rig, generate(rig), 1)).deadline_ms <= 5000
+    spec = pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5]))
+    call = rig.generation.Generate(pb.GenerateRequest(spec=spec), timeout=3600)
+    assert 0 < (await answer(rig, call, 2)).deadline_ms <= 5000
+    await stop_rig(rig)

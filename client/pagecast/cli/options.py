@@ -68,6 +68,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("admin_port", int, None, "port for callers with the admin role (default: the run directory's socket alone)", _FRONT),
     Option("max_connections", int, None, "connections that clients may open (default: what the file limit allows)", _FRONT),
     Option("max_streams_per_connection", int, 1000, "calls open at once on a connection; more are refused with UNAVAILABLE", _FRONT),
+    Option("max_request_s", float, 86_400.0, "seconds that a request may take, whatever deadline its caller gives", _FRONT),
     Option("frontend_metrics_port", int, None, "loopback port for Prometheus metrics of front end 0; the next ones follow", _FRONT),
     Option("otlp_endpoint", str, None, "URL of an OpenTelemetry collector (OTLP over gRPC) that gets a span per call", _FRONT),
     Option("insecure", bool, False, "allow plaintext on an address that other machines reach", _LISTEN),

@@ -42,6 +42,7 @@ class FrontendConfig:
     otlp_endpoint: str | None = None
     max_connections: int | None = None
     max_streams_per_connection: int = 1000
+    max_request_s: float = 86_400.0
     max_message_bytes: int = 8 << 20
     drain_announce_s: float = 5.0
     drain_timeout_s: float = 30.0
@@ -77,6 +78,8 @@ def _check_limits(config: FrontendConfig) -> str | None:
         return f"max_connections must be at least 1, not {config.max_connections}"
     if config.max_streams_per_connection < 1:
         return f"max_streams_per_connection must be at least 1, not {config.max_streams_per_connection}"
+    if not config.max_request_s > 0:
+        return f"max_request_s must be more than 0, not {config.max_request_s:g}"
     if config.frontend_metrics_port is not None and not 1 <= config.frontend_metrics_port + config.index <= 65535:
         return f"frontend_metrics_port must be 1 to 65535, not {config.frontend_metrics_port + config.index}"
     if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):

@@ -205,7 +205,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         state.check_model(spec.model)
         limits = state.limits()
         remaining = context.time_remaining()
-        deadline = None if remaining is None else time.monotonic() + remaining
+        ceiling = state.config.max_request_s
+        deadline = time.monotonic() + (ceiling if remaining is None else min(remaining, ceiling))
         checked = check_spec(spec, state.prompts.tokenizer.defaults, secrets.randbits(64), limits)
         call = call_context.current()
         allow_model(call.principal, state.model_name)
