@@ -6,6 +6,7 @@ import struct
 from typing import Any
 
 import grpc
+import jsonschema
 import pytest
 from frontend.conftest import Rig, details
 from frontend.fake_scheduler import finished, prompt, usage
@@ -236,6 +237,19 @@ async def test_a_forced_call_is_a_constraint_and_comes_back_typed(rig: Rig) -> N
     await rig.scheduler.tokens(submit.key, 0, [*written, 2], finished(submit.key, len(written) + 1, FinishReason.STOP, 2))
     (sequence,) = (await call).sequences
     assert [(c.name, c.arguments) for c in sequence.tool_calls] == [("get_weather", '{"city":"Rome"}')]
+
+
+NESTED = {"properties": {"a": {"$ref": "#/$defs/p"}}, "required": ["a"], "$defs": {"p": {"type": "integer"}}}
+
+
+async def test_a_forced_call_takes_schemas_with_references(rig: Rig) -> None:
+    tools = [pb.Tool(name="go", parameters_json_schema=json.dumps(NESTED))]
+    call = rig.generation.Generate(pb.GenerateRequest(spec=chat(tools=tools, tool_choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED))))
+    submit = await rig.scheduler.accept()  # it compiles, so it was accepted
+    call.cancel()
+    validator = jsonschema.Draft202012Validator(json.loads(submit.sampling.constraint.text))
+    assert validator.is_valid({"name": "go", "arguments": {"a": 1}})
+    assert not validator.is_valid({"name": "go", "arguments": {"a": "1"}})
 
 
 IMAGE = pb.ContentPart(image=pb.Media(mime_type="image/png", uri="http://example.com/x.png"))

@@ -162,22 +162,27 @@ def conversation(chat: Any) -> Conversation:
     )
 
 
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references into itself are true at another place (a JSON pointer) of a larger one."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(item, place) for key, item in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = f"#{place}{target[1:]}"
+    return moved
+
+
 def forced_call_schema(chat: Any) -> dict[str, Any] | None:
     """The JSON Schema that a forced tool call must fit; None where no call is forced."""
     if chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_REQUIRED:
         return None
     tools = [tool for tool in chat.tools if not chat.tool_choice.name or tool.name == chat.tool_choice.name]
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.name},
-                    "arguments": json.loads(tool.parameters_json_schema or '{"type": "object", "additionalProperties": false}'),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for tool in tools
-        ]
-    }
+    choices = []
+    for at, tool in enumerate(tools):
+        arguments = json.loads(tool.parameters_json_schema or '{"type": "object", "additionalProperties": false}')
+        properties = {"name": {"const": tool.name}, "arguments": _moved(arguments, f"/anyOf/{at}/properties/arguments")}
+        choices.append({"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False})
+    return {"anyOf": choices}
