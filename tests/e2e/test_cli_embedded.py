@@ -10,6 +10,7 @@ import pytest
 
 from pagecast import LLM, AsyncLLM, SamplingParams, errors, types
 from pagecast.llm import listed
+from pagecast_worker.oracle import oracle_tokens
 
 LONG = SamplingParams(max_tokens=32, ignore_eos=True, seed=1)
 
@@ -28,6 +29,9 @@ def test_results_come_in_the_order_of_the_prompts() -> None:
         repeated = llm.generate([[9] * 64, [9] * 64 + [1]], LONG)
         again = llm.generate([9] * 64, LONG)
         assert again[0].num_cached_tokens >= 48 and again[0].outputs == repeated[0].outputs
+        (many,) = llm.generate([7, 8], SamplingParams(n=4, max_tokens=20, ignore_eos=True, seed=5))
+        expected = [oracle_tokens([7, 8], 20, 5, sequence) for sequence in range(4)]
+        assert [list(output.token_ids) for output in many.outputs] == expected and [o.index for o in many.outputs] == [0, 1, 2, 3]
         assert llm.generate([], LONG) == []
 
 
