@@ -39,9 +39,11 @@ imports: setup
 
 protos: setup
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python protos/document.py --check
 	@if command -v npm >/dev/null; then \
-		cd protos && npm ci --silent --no-audit --no-fund && ./node_modules/.bin/buf lint && echo "buf lint passed"; \
-	else echo "buf lint left out: npm is not installed"; fi
+		cd protos && npm ci --silent --no-audit --no-fund && ./node_modules/.bin/buf lint && \
+		./node_modules/.bin/buf breaking --against released.json && echo "buf lint and buf breaking passed"; \
+	else echo "buf left out: npm is not installed"; fi
 
 unit: setup
 	$(BIN)/python -m pytest --durations=15
