@@ -19,6 +19,7 @@ class Job:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
     stop_token_ids: list[int] = field(default_factory=list)
     min_output: int = 0
+    sequence: int = 0
     output: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Driver:
                 row=job.row, tokens=pack_u32(tokens), num_prompt_tokens=len(job.prompt), blocks=pack_u32(job.blocks),
                 num_computed_tokens=job.computed, max_tokens=job.limit, min_tokens=len(job.prompt) + job.min_output,
                 stop_token_ids=pack_u32(job.stop_token_ids), sampling=job.sampling,
+                sequence=job.sequence,
             )
         )
 
