@@ -13,6 +13,7 @@ from pagecast_scheduler.core import invariants, policy, scarcity
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_wire.codec import view_u32
+from pagecast_wire.intake import FrontendBatch
 from pagecast_wire.plan import StartEpoch, StepPlan
 
 
@@ -38,6 +39,9 @@ class PlanAudit:
     cancelled_at: dict[int, int] = field(default_factory=dict)  # key -> last step planned when it was cancelled
     held: list[tuple[int, frozenset[int]]] = field(default_factory=list)  # (until step, blocks) that another stream reads
     num_plans: int = 0
+    computed: dict[tuple[int, int], int] = field(default_factory=dict)  # (key, sequence) -> most tokens whose KV was ever planned
+    recomputed: dict[tuple[int, int], int] = field(default_factory=dict)  # (key, sequence) -> tokens planned once more
+    reached: dict[int, int] = field(default_factory=dict)  # row -> tokens whose KV is planned since its admission
 
     def open(self, start: StartEpoch) -> None:
         """A new epoch: workers are empty and steps count from 1."""
@@ -45,6 +49,7 @@ class PlanAudit:
             raise Violation(f"epoch {start.epoch} follows epoch {self.epoch}")
         self.epoch, self.step = start.epoch, 0
         self.rows.clear()
+        self.reached.clear()
         self.facts.clear()
         self.cancelled_at.clear()
         self.held.clear()
@@ -70,6 +75,23 @@ class PlanAudit:
                 raise Violation(f"step {plan.step}: request {key:#x}, cancelled after step {step}, still has a row (I9)")
         self._check_held(plan, applied_step)
         self._check_stalls(plan, num_free)
+
+    def count_computed(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """After a plan: which tokens' KV it computes, and which of them were computed before. Rows let go by it end at their limit."""
+        state = scheduler.state
+        for admission in plan.admissions:
+            self.reached[admission.row] = admission.num_computed_tokens
+        for row, name in self.rows.items():
+            live = state.rows.owners[row]
+            if live is not None and (live.request.key, live.index) == name:
+                end = state.rows.computed(row)
+            else:
+                detached = [entry.seq for (number, _), entry in state.detached.items() if number == row]
+                names = [seq for seq in detached if (seq.request.key, seq.index) == name]
+                end = names[-1].request.max_tokens - 1 if names else self.reached[row]
+            start, before = self.reached[row], self.computed.get(name, 0)
+            self.recomputed[name] = self.recomputed.get(name, 0) + max(0, min(end, before) - start)
+            self.computed[name], self.reached[row] = max(before, end), max(start, end)
 
     def _check_held(self, plan: StepPlan, applied_step: int) -> None:
         """Blocks that something outside the stream of steps reads are not written before their step has been applied."""
@@ -190,6 +212,15 @@ def check_limits(streams: Streams, now: int) -> None:
         limits = [limit for limit in (plan.deadline_ms, plan.time_budget_ms) if limit >= 0]
         if any(limit * 1000 <= elapsed for limit in limits):
             raise Violation(f"request {plan.key:#x} goes on after {elapsed} us, past its limits {limits} ms")
+
+
+def check_recomputed(audit: PlanAudit, streams: Streams, batch: FrontendBatch) -> None:
+    """Usage names exactly the tokens that were computed again. A scheduler that was lost took its count with it."""
+    for finished in batch.finished:
+        request, name = streams.requests[finished.key], (finished.key, finished.sequence)
+        wanted = audit.recomputed.get(name, 0)
+        if not request.brought_back and finished.usage.recomputed_tokens != wanted:
+            raise Violation(f"request {name[0]:#x} sequence {name[1]}: {finished.usage.recomputed_tokens} recomputed, it were {wanted}")
 
 
 def check_idle(scheduler: Scheduler, streams: Streams) -> None:

@@ -6,6 +6,7 @@ from sim.planted import Patch, mutation
 
 from pagecast_scheduler.core import applying, intake, planning, recovery
 from pagecast_scheduler.core.constraints import Constraints
+from pagecast_scheduler.core.state import State
 
 
 @mutation
@@ -73,3 +74,17 @@ def logprobs_of_the_last_step_are_lost(patch: Patch) -> None:
     """Sequences that only wait for their last results are forgotten."""
     original = applying._apply_detached
     patch(applying, "_apply_detached", lambda s, cohort, at, tokens, flags, logprobs, now: original(s, cohort, at, tokens, flags, {}, now))
+
+
+@mutation
+def decodes_computed_again_are_not_counted(patch: Patch) -> None:
+    """Only prompts and histories count as recomputed, not the tokens that were in flight when a row was taken away."""
+    original = State.leave_row
+
+    def leave_row(self: State, seq: Any, keep_content: bool = True) -> Any:
+        count = seq.num_recomputed_tokens
+        blocks = original(self, seq, keep_content)
+        seq.num_recomputed_tokens = count
+        return blocks
+
+    patch(State, "leave_row", leave_row)

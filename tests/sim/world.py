@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from sim.auditor import PlanAudit, check_bounds, check_core, check_idle, check_limits, watching_victims
+from sim.auditor import PlanAudit, check_bounds, check_core, check_idle, check_limits, check_recomputed, watching_victims
 from sim.clients import Clients, Port
 from sim.oracle import Identity, OracleWorker, Violation, WorkerDied
 from sim.plan_link import PlanReceiver, PlanSender, Weather
@@ -134,6 +134,7 @@ class World:
                 check_limits(self.streams, self.now)
                 break
             self.audit.on_plan(plan, len(self.sender.unanswered), core.state.applied_step, core.state.kv.pool.num_free)
+            self.audit.count_computed(plan, core)
             self.sender.sent(plan)
             self._send_plan(plan)
         check_core(core)
@@ -156,6 +157,7 @@ class World:
             if slot not in self.clients.gone_slots:
                 self.trace.append(("batch", self.now, batch))
                 self.streams.on_batch(slot, batch, self.now)
+                check_recomputed(self.audit, self.streams, batch)
         for request in list(self.streams.open.values()):
             delay = self.clients.react(request, self.now)
             if delay is not None:

@@ -130,9 +130,11 @@ class State:
     def leave_row(self, seq: Sequence, keep_content: bool = True) -> Blocks:
         """Copy the sequence's applied tokens out of its row and free the row. Its blocks go to the caller."""
         row = seq.row
-        seq.num_computed_before = max(seq.num_computed_before, self.rows.computed(row))
+        computed, known = self.rows.computed(row), seq.num_tokens
+        # Chunks were counted as they were planned. A decode is computed again if it was in flight when the row was last taken away.
+        seq.num_recomputed_tokens += max(0, min(computed, seq.num_computed_before) - known)
+        seq.num_computed_before = max(seq.num_computed_before, computed)
         count = int(self.rows.num_tokens[row])
-        known = seq.num_tokens
         if count > len(seq.tokens):
             grown = np.empty(count, np.uint32)
             grown[:known] = seq.tokens[:known]
