@@ -28,6 +28,7 @@ from pagecast_kernels import (
     elementwise,
     experts,
     gemv,
+    invariant,
     logprobs,
     norms,
     prefill,
@@ -214,6 +215,7 @@ def other_variants() -> Iterator[Variant]:
                 qkv, torch.zeros(64, 128), _ints(2), slots, cache, cache, 32, 8, 128, norm, norm
             ),
         )  # fmt: skip
+    yield "invariant_linear", lambda: invariant.invariant_linear(x, torch.zeros((512, 4096)).bfloat16())
     scalars, seeds, row = _ints(8, 17), _ints(17, dtype=torch.int64), _ints(2)
     yield "gather_rows", lambda: steps.gather_rows(row, scalars, seeds, _ints(17, 64), 16)
     yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)

@@ -55,6 +55,8 @@ class Backend:
             self.ops = cuda_operators(self.config, model, self.device)
             self.staging = CudaStaging(self.device, self.config.max_num_seqs)
         else:
+            if self.config.batch_invariant:
+                raise LoadError("batch_invariant needs a GPU, this worker runs on a CPU")
             from pagecast_worker import cpu_ops
             from pagecast_worker.host_staging import HostStaging
 
@@ -117,10 +119,29 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
         linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
         one_row=one_row.suits(model), **one_row_ops,
     )
+    if config.batch_invariant:
+        vars(ops).update(invariant_operators(config, model, device, scratch["sample"]))
     if is_quantized(model):
         plain = SimpleNamespace(**vars(ops), dtype=model.dtype)
         vars(ops).update(products_over(GpuQuantized(plain, device)))
     return ops
+
+
+def invariant_operators(config: WorkerConfig, model: Decoder, device: torch.device, draws: Any) -> dict[str, Any]:
+    """Operators by name whose result for a row does not depend on the others. Raises LoadError for a model that has others too."""
+    from pagecast_kernels import invariant, triton_ops
+
+    if is_quantized(model) or model.config.experts is not None or isinstance(model.layers[0].attention, LatentAttention):
+        raise LoadError("batch_invariant takes models with 16-bit weights, without experts and without latent attention")
+    linear = invariant.invariant_linear
+    return {
+        "linear": linear,
+        "linear_silu_mul": lambda x, weight: triton_ops.silu_mul(linear(x, weight)),
+        "linear_gelu_mul": lambda x, weight: triton_ops.gelu_mul(linear(x, weight)),
+        "paged_decode": invariant.InvariantDecode(),
+        "sample": partial(triton_ops.sample, workspace=draws, cut_slices=invariant.CUT_SLICES),
+        "one_row": False,
+    }
 
 
 def is_quantized(model: Decoder) -> bool:

@@ -38,6 +38,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
     enforce_eager: bool = False
+    batch_invariant: bool = False
     random_weights: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -62,6 +63,10 @@ class WorkerConfig:
             (self.max_num_batched_tokens >= 1, f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}"),
             (self.quantization in (None, "fp8", "int4"), f"quantization must be fp8 or int4, got {self.quantization!r}"),
             (self.kv_cache_dtype in ("auto", "fp8"), f"kv_cache_dtype must be auto or fp8, got {self.kv_cache_dtype!r}"),
+            (
+                not self.batch_invariant or (size == 1 and self.quantization is None and self.kv_cache_dtype == "auto"),
+                "batch_invariant takes one rank, and neither quantization nor kv_cache_dtype",
+            ),
             (self.oracle_vocab_size >= 2, f"oracle_vocab_size must be at least 2, got {self.oracle_vocab_size}"),
             (self.oracle_step_us >= 0, f"oracle_step_us must not be negative, got {self.oracle_step_us}"),
         ):
@@ -78,6 +83,6 @@ class WorkerConfig:
         shared = (
             self.model, self.tensor_parallel_size, self.executor, self.dtype, self.block_size, self.max_num_seqs, self.max_model_len,
             self.max_num_batched_tokens, self.random_weights, self.quantization, self.kv_cache_dtype,
-            self.oracle_vocab_size, self.enforce_eager, self.num_blocks is None,
+            self.oracle_vocab_size, self.enforce_eager, self.batch_invariant, self.num_blocks is None,
         )
         return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]

@@ -50,7 +50,7 @@ class Precompilation:
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
             "ranks": config.tensor_parallel_size,
             "quantization": config.quantization, "scheme": None if scheme is None else dataclasses.asdict(scheme),
-            "kv_cache_dtype": config.kv_cache_dtype,
+            "kv_cache_dtype": config.kv_cache_dtype, "batch_invariant": config.batch_invariant,
             "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
         }  # fmt: skip
         sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
@@ -180,7 +180,7 @@ def launch_all(request: dict[str, Any]) -> None:
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
     shape = msgspec.convert(request["shape"], ModelConfig)
-    config = SimpleNamespace(block_size=request["block_size"], max_num_seqs=request["max_num_seqs"])
+    config = SimpleNamespace(**{name: request[name] for name in ("block_size", "max_num_seqs", "batch_invariant")})
     state = BatchState(config.max_num_seqs, request["max_blocks"], device)
     ranks = Ranks(0, request["ranks"], Mute())
     model = Decoder(shape, architecture(shape.architecture).names, ranks, device, dtype, 64)
@@ -194,7 +194,7 @@ def launch_all(request: dict[str, Any]) -> None:
     for size in warm_sizes(config.max_num_seqs):
         prefill_step(worker, size, 1, 1)
         TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device))
-    if (sharing := sharing_for(model, dtype)) is not None:
+    if not config.batch_invariant and (sharing := sharing_for(model, dtype)) is not None:
         for size in [size for size in buckets(config.max_num_seqs) if size % 64 == 0 and size >= SMALLEST_BATCH]:
             shared = sharing.view(size, torch.zeros(sharing.words(size), dtype=torch.int32, device=device))
             TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)

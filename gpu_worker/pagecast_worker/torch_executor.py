@@ -168,7 +168,7 @@ class TorchExecutor:
         pool = torch.cuda.graph_pool_handle()
         sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, self.model.parameters_of_a_token())
         mixed = MixedGraphs(self._padded, sizes, padding, self.device)
-        sharing = sharing_for(self.model, self.dtype)
+        sharing = None if config.batch_invariant else sharing_for(self.model, self.dtype)
         graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device, sharing)
         total = len(graphs.sizes) + len(sizes)
         graphs.capture(pool, lambda done, _: progress(done, total))

@@ -119,8 +119,10 @@ def sample(
     out: Tensor | None = None,
     workspace: SampleWorkspace | None = None,
     filtered: bool = True,
+    cut_slices: int | None = None,
 ) -> Tensor:
     """See reference.sample. Rows of logits may be strided. filtered False promises that no row uses top-k, top-p or min-p.
+    cut_slices: see find_cutoffs.
 
     Sums of probabilities are float32: a token within rounding of the nucleus' edge may fall on either side of it.
     """
@@ -130,7 +132,7 @@ def sample(
         return out
     work = sample_workspace(batch, logits.device) if workspace is None else workspace
     if filtered:
-        find_cutoffs(logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, out, work.narrowing)
+        find_cutoffs(logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, out, work.narrowing, cut_slices)
     slices = configs.sample_slices(batch, vocab, logits.device)
     slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
     _choose[(batch, slices)](

@@ -39,6 +39,7 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quan
         "shape": dataclasses.asdict(shape) | {"num_layers": 1}, "dtype": "bfloat16",
         "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
         "ranks": ranks, "quantization": quantization, "scheme": None, "kv_cache_dtype": "fp8" if quantization else "auto",
+        "batch_invariant": False,
     }
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     names: set[str] = set()

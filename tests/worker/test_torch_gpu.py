@@ -179,3 +179,13 @@ def test_pool_is_measured(tmp_path):
     assert num_blocks > 1000
     assert 0.3 < (total - free) / total < 0.55
     executor.close()
+
+
+def test_a_batch_invariant_row_is_the_same_in_any_company():
+    """In 16 bits, where the plain mode's products change with the number of rows: alone, among others, prefilled in pieces."""
+    invariant = make("bfloat16", batch_invariant=True)
+    sampling = SamplingParams(temperature=1.0, seed=11, top_p=0.9)
+    alone = run(invariant, jobs_of(1, 40, sampling))[0]
+    assert run(invariant, jobs_of(21, 40, sampling))[0] == alone
+    assert staggered(invariant, 9, sampling)[0].output == alone[:24]
+    invariant.close()

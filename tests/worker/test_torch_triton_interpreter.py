@@ -1,5 +1,6 @@
 """The Triton operators behind the whole executor, in Triton's interpreter, against the CPU's operators: same tokens, same calls."""
 
+import dataclasses
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -48,6 +49,13 @@ def outputs(executor) -> list[list[int]]:
 def test_same_tokens_from_both_sets_of_operators(executor, monkeypatch):
     expected = outputs(executor)
     monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
+    assert outputs(executor) == expected
+
+
+def test_operators_that_do_not_depend_on_company_give_the_same_tokens(executor, monkeypatch):
+    expected = outputs(executor)
+    config = dataclasses.replace(executor.config, batch_invariant=True)
+    monkeypatch.setattr(executor, "ops", cuda_operators(config, executor.model, torch.device("cpu")))
     assert outputs(executor) == expected
 
 

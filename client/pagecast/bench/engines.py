@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -90,6 +90,15 @@ class Pagecast:
     def close(self) -> None:
         self._llm.close()
         self._folder.cleanup()
+
+
+class Invariant(Pagecast):
+    """Our own engine once more, with --batch-invariant."""
+
+    name = "batch_invariant"
+
+    def __init__(self, options: EngineOptions) -> None:
+        super().__init__(replace(options, extra=(*options.extra, "batch_invariant=true")))
 
 
 class Peer:

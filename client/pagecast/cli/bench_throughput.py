@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from pagecast.bench import model_shapes, results, workloads
-from pagecast.bench.engines import Engine, EngineOptions, Pagecast, Peer
+from pagecast.bench.engines import Engine, EngineOptions, Invariant, Pagecast, Peer
 from pagecast.bench.progress import Progress
 
 WORKLOADS = ("chat", "seed64", "decode", "prefill", "prefix", "uniform64", "single", "short")
@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each engine; a peer is resident too")
-    parser.add_argument("--peer", choices=("vllm", "transformers"), help="measure this engine too, alternating with ours")
+    parser.add_argument("--peer", choices=("vllm", "transformers", Invariant.name), help=f"measure this engine too, alternating with ours; "
+                        f"{Invariant.name}: ours with that option, to see what it costs")
     parser.add_argument("--peer-defaults", action="store_true", help="the peer at its own defaults")
     parser.add_argument("--in-turn", action="store_true", help="the peer after ours has ended: where memory does not hold both")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine")
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = args.workload or ["chat"]
     makers: list[Callable[[], Engine]] = [] if args.peer_only else [lambda: Pagecast(options)]
     if args.peer:
-        makers.append(lambda: Peer(args.peer, options, args.json))
+        makers.append(lambda: Invariant(options) if args.peer == Invariant.name else Peer(args.peer, options, args.json))
     table: Table = {workload: {} for workload in chosen}
     try:
         fill(table, makers, args)
