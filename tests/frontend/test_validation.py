@@ -1,5 +1,6 @@
 """The validator against its table: every field's edges, every violation named."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -258,3 +259,13 @@ def test_every_published_limit_comes_from_the_table() -> None:
     published = LIMITS.to_proto()
     for field in model_pb2.ModelLimits.DESCRIPTOR.fields:
         assert getattr(published, field.name) == getattr(LIMITS, field.name) != 0
+
+
+def test_log_probabilities_of_a_long_prompt_are_refused_by_name() -> None:
+    limits = dataclasses.replace(LIMITS, max_prompt_logprobs_tokens=8)
+    wanted = spec(output=pb.OutputOptions(prompt_logprobs=pb.LogprobsOptions()))
+    checked = check_spec(wanted, SamplingDefaults(), 7, limits)
+    assert check_lengths(checked, [5] * 8, limits) == 248
+    with pytest.raises(Refusal) as caught:
+        check_lengths(checked, [5] * 9, limits)
+    assert [v.field for v in caught.value.violations] == ["spec.output.prompt_logprobs"]
