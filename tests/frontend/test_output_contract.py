@@ -14,7 +14,7 @@ from frontend.test_grpc_generation import kind, rest_of, spec
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_wire import pack_u32, pack_u64, view_u32
-from pagecast_wire.intake import Finished, FrontendBatch, PromptLogprobs, StopAt, Submit, TokenLogprobs
+from pagecast_wire.intake import Abort, Finished, FrontendBatch, PromptLogprobs, StopAt, Submit, TokenLogprobs
 from pagecast_wire.sampling import ConstraintFault, ConstraintKind, FinishReason
 
 
@@ -320,3 +320,15 @@ async def test_token_rules_that_leave_no_token_are_named_without_a_constraint(ri
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert [v.field for v in details(caught.value)[1]["BadRequest"].field_violations] == ["spec.sampling"]
+
+
+async def test_when_one_sequence_fails_the_others_are_aborted(rig: Rig) -> None:
+    call = stream(rig, spec(sampling=pb.SamplingOptions(num_sequences=2)))
+    submit = await rig.scheduler.accept()
+    await several(rig, submit.key, {0: (0, [104]), 1: (0, [105])})
+    await rig.scheduler.finish(Finished(submit.key, 1, FinishReason.NUMERIC_FAULT, usage(1)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rest_of(call)
+    assert details(caught.value)[1]["ErrorInfo"].reason == "NUMERIC_FAULT"
+    await rig.scheduler.next(Abort)
+    assert rig.scheduler.aborted() == [submit.key]

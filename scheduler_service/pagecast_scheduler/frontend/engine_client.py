@@ -284,7 +284,7 @@ class EngineClient:
         for finished in batch.finished:
             if (stream := live.get(finished.key)) is not None:
                 stream.on_finished(finished)
-                if stream.is_done:
+                if stream.is_over:
                     del live[finished.key]
 
     def _on_tokens(self, batch: FrontendBatch) -> None:

@@ -117,6 +117,7 @@ class RequestStream:
         self.failure: Refusal | None = None
         self.progress: Progress | None = None
         self.failed_usage: Usage | None = None
+        self._ended: set[int] = set()
         self.prompt_records = None if attach_to is not None else prompt_records_of(request)
         self.is_progress_due = False
         self.started = time.monotonic()
@@ -143,6 +144,11 @@ class RequestStream:
         """Whether the scheduler has not begun with this request, as far as is known here."""
         is_untouched = self.progress is None or self.progress.phase == Phase.QUEUED
         return not self.is_done and is_untouched and not any(sequence.ids for sequence in self.sequences)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the scheduler has ended every sequence. When one fails the call is done, but the others run until they are aborted."""
+        return self.is_done and len(self._ended) >= len(self.sequences)
 
     @property
     def num_emitted(self) -> int:
@@ -253,6 +259,7 @@ class RequestStream:
 
     def on_finished(self, finished: Finished) -> None:
         """End of one sequence."""
+        self._ended.add(finished.sequence)
         if finished.reason in OF_FINISH:
             self.failed_usage = finished.usage
             self.fail(of_finished(finished, self.request.submit.sampling.constraint is not None))
