@@ -158,6 +158,7 @@ def sampling_launches(batch: int, vocab: int, limits: dict[str, float], filtered
 def graph_us(launches: list[Launch], least_us: float = 1500.0, repeats: int = 5) -> float:
     """Median microseconds a launch takes in a CUDA graph that goes through all of them in turn."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may still be making the inputs
     with torch.cuda.stream(side):
         for launch in launches:
             launch()

@@ -80,7 +80,7 @@ def _add_peer(cases: dict[str, list[bench_cases.Launch]], make: Callable[[], lis
         cases["vllm"] = launches
 
 
-def latent_launches(batch: int, length: int, config: configs.Decode | None = None, device: str = "cuda") -> list[bench_cases.Launch]:
+def latent_launches(batch: int, length: int, config: configs.LatentDecode | None = None, device: str = "cuda") -> list[bench_cases.Launch]:
     """Launches of latent_decode over scattered blocks, in as many sets as it takes to outgrow the L2 cache."""
     blocks_each = -(-length // BLOCK_SIZE)
     sets = min(max(bench_cases.ROTATE_BYTES // (batch * length * (RANK + ROPE) * 2), 1), 64)

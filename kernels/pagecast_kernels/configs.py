@@ -27,6 +27,17 @@ class Decode:
 
 
 @dataclass(frozen=True)
+class LatentDecode:
+    """rows: query heads of a tile, padded; of 64 on, products are a warpgroup's. The rest as in Decode."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True)
 class Prefill:
     """rows: query rows (tokens × heads of a KV head) of a program; tile: KV tokens a step."""
 
@@ -128,9 +139,11 @@ LATENT_DECODE_HEADS = 32
 """Most heads of a tile of latent_decode: of 64, values and parts no longer fit a program's registers."""
 
 
-def latent_decode(device: torch.device | str) -> Decode:
-    """Launch of latent.latent_decode."""
-    return Decode(tile=32, warps=8, stages=4, programs=processors(device))
+def latent_decode(group: int, device: torch.device | str) -> LatentDecode:
+    """Launch of latent.latent_decode for groups of so many heads."""
+    if group > 16:
+        return LatentDecode(rows=32, tile=32, warps=8, stages=3, programs=processors(device))
+    return LatentDecode(rows=16, tile=64, warps=4, stages=2, programs=2 * processors(device))
 
 
 LATENT_PREFILL = Prefill(rows=64, tile=32, warps=8, stages=2)

@@ -2,7 +2,8 @@
 
 All heads read the same latents, so the query heads are the rows of a tensor-core tile and one read of the cache serves them all;
 a tile of latents is both the keys (transposed) and the values. Decode cuts its work evenly over the chip as `decode` does, with
-groups of heads in the place of KV heads.
+groups of heads in the place of KV heads. Its parts are large, a latent for every head, so that a launch of its own adds them up, in
+many programs.
 """
 
 import torch
@@ -11,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.decode import DecodeWorkspace, _combine, _owner, decode_workspace
+from pagecast_kernels.decode import DecodeWorkspace, _owner, decode_workspace
 from pagecast_kernels.prefill import _find
 
 _HEADS = 8
+_CHUNK = 64
+"""Elements of a latent that one program adds the parts of."""
 
 
 @triton.jit
@@ -100,13 +103,11 @@ def _steps(
 
 @triton.jit(do_not_specialize=["batch"])
 def _latent_decode(
-    q_latent_ptr, q_rope_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    q_latent_ptr, q_rope_ptr, k_ptr, v_ptr, table_ptr, rows_ptr, lens_ptr, out_ptr, parts_ptr, stats_ptr,
     batch, table_stride, scale,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BATCH: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    OWN: tl.constexpr = triton.next_power_of_2(GROUP)
-    PARTS: tl.constexpr = max(WARPS * 2048 // (OWN * RANK), 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
     row, lane, turn = tl.arange(0, ROWS), tl.arange(0, RANK), tl.arange(0, ROPE)
     held = (row < GROUP)[:, None]
@@ -154,18 +155,52 @@ def _latent_decode(
                 tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
                 tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
                 tl.store(parts_ptr + (slot * GROUP + row[:, None]) * RANK + lane[None, :], values, held)
-                first_program = _owner(group_begin, share, extra)
-                last_program = _owner(group_begin + own - 1, share, extra)
-                counter = counters_ptr + sequence * GROUPS + group
-                # Every thread's stores come before the arrival, and the arrival before the last one's loads.
-                tl.debug_barrier()
-                if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, RANK, RANK, PARTS)
-                    tl.store(counter, 0)
             tile += count
             if tile == begin + own * GROUPS:
                 begin = tile
                 sequence += 1
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _add_latent_parts(
+    lens_ptr, out_ptr, parts_ptr, stats_ptr, batch, programs,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, BATCH: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
+    CHUNK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Adds what the programs of _latent_decode left of one (sequence, group), in their order, for CHUNK elements of the latents.
+
+    A program's part of the sequence that begins in its share is its second slot; of one that began before, its first.
+    """
+    sequence, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    index = tl.arange(0, BATCH)
+    tiles = (tl.load(lens_ptr + index, index < batch, 0) + TILE - 1) // TILE * GROUPS
+    all_tiles = tl.sum(tiles, 0)
+    share, extra = all_tiles // programs, all_tiles % programs
+    own = (tl.load(lens_ptr + sequence) + TILE - 1) // TILE
+    begin = tl.sum(tl.where(index < sequence, tiles, 0), 0) + group * own
+    first, last = _owner(begin, share, extra), _owner(begin + own - 1, share, extra)
+    if (own > 0) & (first != last):
+        lane, row, part = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK), tl.arange(0, OWN), tl.arange(0, PARTS)
+        top = tl.full((OWN,), float("-inf"), tl.float32)
+        total = tl.zeros((OWN,), tl.float32)
+        values = tl.zeros((OWN, CHUNK), tl.float32)
+        for start in range(first, last + 1, PARTS):
+            program = start + part
+            slot = (2 * program + (program == first).to(tl.int32)).to(tl.int64)
+            held = (program <= last)[:, None] & (row < GROUP)[None, :]
+            stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
+            part_top, part_total = tl.load(stat, held, float("-inf")), tl.load(stat + GROUP, held, 0.0)
+            source = parts_ptr + (slot[:, None, None] * GROUP + row[None, :, None]) * RANK + lane[None, None, :]
+            part_values = tl.load(source, held[:, :, None], 0.0)
+            new_top = tl.maximum(top, tl.max(part_top, 0))
+            # Rows past GROUP have no maximum; theirs is never written.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight, decay = tl.exp2(part_top - base[None, :]), tl.exp2(top - base)
+            total = total * decay + tl.sum(part_total * weight, 0)
+            values = values * decay[:, None] + tl.sum(part_values * weight[:, :, None], 0)
+            top = new_top
+        target = out_ptr + (tl.program_id(0).to(tl.int64) * GROUP + row[:, None]) * RANK + lane[None, :]
+        tl.store(target, values / total[:, None], (row < GROUP)[:, None])
 
 
 def latent_workspace(max_seqs: int, num_heads: int, rank: int, device: torch.device | str) -> DecodeWorkspace:
@@ -175,7 +210,7 @@ def latent_workspace(max_seqs: int, num_heads: int, rank: int, device: torch.dev
 
 def latent_decode(
     q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
-    *, workspace: DecodeWorkspace | None = None, out: Tensor | None = None, config: configs.Decode | None = None,
+    *, workspace: DecodeWorkspace | None = None, out: Tensor | None = None, config: configs.LatentDecode | None = None,
 ) -> Tensor:  # fmt: skip
     """See plain_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences."""
     batch, heads, rank = q_latent.shape
@@ -184,13 +219,18 @@ def latent_decode(
     out = torch.empty_like(q_latent) if out is None else out
     if not batch:
         return out
-    config = configs.latent_decode(q_latent.device) if config is None else config
+    config = configs.latent_decode(group, q_latent.device) if config is None else config
     workspace = latent_workspace(batch, heads, rank, q_latent.device) if workspace is None else workspace
+    lanes, own = configs.lanes_for(batch), triton.next_power_of_2(group)
     _latent_decode[(config.programs,)](
-        q_latent, q_rope, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats,
-        batch, block_table.stride(0), configs.score_scale(scale, 0.0)[0],
-        groups, group, v_cache.shape[2], rank, q_rope.shape[2], configs.lanes_for(batch), max(triton.next_power_of_2(group), 16),
-        config.tile, config.stages, config.warps, num_warps=config.warps,
+        q_latent, q_rope, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.parts, workspace.stats, batch,
+        block_table.stride(0), configs.score_scale(scale, 0.0)[0], groups, group, v_cache.shape[2], rank, q_rope.shape[2], lanes,
+        max(own, config.rows), config.tile, config.stages, num_warps=config.warps,
+    )  # fmt: skip
+    chunk = min(rank, _CHUNK)
+    _add_latent_parts[(batch * groups, rank // chunk)](
+        seq_lens, out, workspace.parts, workspace.stats, batch, config.programs, groups, group, rank, lanes, config.tile, own, chunk,
+        max(4096 // (own * chunk), 1), num_warps=4,
     )  # fmt: skip
     return out
 
