@@ -311,24 +311,30 @@ def _unpack_tiles(
     tile = tl.program_id(0).to(tl.int64) * column_tiles + tl.program_id(1)
     p = tl.load(words_ptr + tile * 1024 + tl.arange(0, 1024))
     p = p.reshape(2, 4, 8, 4, 2, 2).permute(1, 0, 2, 4, 3, 5).reshape(64, 16)
+    if BITS == 4:
+        low = _beside(_beside(p & 15, p >> 4 & 15), _beside(p >> 8 & 15, p >> 12 & 15))
+        q = _beside(low, _beside(_beside(p >> 16 & 15, p >> 20 & 15), _beside(p >> 24 & 15, p >> 28 & 15)))
+    else:
+        q = _beside(_beside(p & 255, p >> 8 & 255), _beside(p >> 16 & 255, p >> 24 & 255))
     row = tl.program_id(0) * 64 + tl.arange(0, 64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    if GROUP == 0 or GROUP >= WIDTH:
+        first = tl.program_id(1) * WIDTH
+        at = (row + (first // GROUP * scale_stride if GROUP else 0))[:, None]
+    else:
+        at = (column // GROUP * scale_stride)[None, :] + row[:, None]
+    if FP8:
+        value = q.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif ZEROS:
+        value = q.to(tl.float32) - tl.load(zeros_ptr + at)
+    else:
+        value = q.to(tl.float32) - ZERO
+    value *= tl.load(scales_ptr + at)
     place = row
     if PAIRED:
         place = row // 16 * 8 + row % 8 + row % 16 // 8 * (N // 2)
-    for j in tl.static_range(32 // BITS):
-        q = p >> (BITS * j) & (15 if BITS == 4 else 255)
-        column = tl.program_id(1) * WIDTH + j * 16
-        at = column // GROUP * scale_stride + row if GROUP else row
-        if FP8:
-            value = q.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        elif ZEROS:
-            value = q.to(tl.float32) - tl.load(zeros_ptr + at)[:, None]
-        else:
-            value = q.to(tl.float32) - ZERO
-        value *= tl.load(scales_ptr + at)[:, None]
-        k = column + tl.arange(0, 16)
-        inside = (row < N)[:, None] & (k < K)[None, :]
-        tl.store(out_ptr + place[:, None].to(tl.int64) * K + k[None, :], value.to(out_ptr.dtype.element_ty), inside)
+    inside = (row < N)[:, None] & (column < K)[None, :]
+    tl.store(out_ptr + place[:, None].to(tl.int64) * K + column[None, :], value.to(out_ptr.dtype.element_ty), inside)
 
 
 def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
