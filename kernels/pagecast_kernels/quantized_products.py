@@ -18,8 +18,8 @@ from pagecast_kernels import configs
 from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
 
 INTERPRETED = triton.knobs.runtime.interpret
-MAX_ROWS = 256
-"""Above, a weight is better de-quantized once and multiplied by cuBLAS."""
+EARLY = False
+"""Whether launches start before the ones ahead have ended, on GPUs that can (programmatic dependent launch, Hopper)."""
 _UNPACK_4 = """{{
 .reg .b32 a, b, t;
 prmt.b32 a, $8, $9, 0x5410;
@@ -65,12 +65,16 @@ _ASM_FP8_BF16, _ASM_FP8_F16 = tl.constexpr(_bytes(True, True)), tl.constexpr(_by
 
 
 class ProductConfig(NamedTuple):
-    """rows: of x in a program; tiles: weight tiles of 64 rows in a program; splits: programs that share a row of the weight."""
+    """rows: of x in a program; tiles: weight tiles of 64 rows in a program; splits: programs that share a row of the weight.
+
+    warps: fewer than four take tensor-core instructions of one warp, which lose less where rows are few.
+    """
 
     rows: int
     tiles: int
     splits: int
     stages: int
+    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,16 @@ def _x_tile(x_ptr, m, M, column, K, x_stride, WIDTH: tl.constexpr, EVEN: tl.cons
 
 
 @triton.jit
+def begin_early(first, count, LINES: tl.constexpr):
+    """Where this launch may start before the one ahead has ended: fetch `count` words from `first` on into L2, as far as LINES of 128
+    bytes go, then wait for the other to end, and let the next one start in its turn."""
+    at = tl.minimum(tl.arange(0, LINES) * 32, tl.maximum(count - 1, 0))
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [first + at], tl.int32, is_pure=False, pack=1)
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def _write(acc, out_ptr, bias_ptr, row, m, N, M, BIAS: tl.constexpr, GATED: tl.constexpr):
     """out[m, row] = acc[row, m] + bias[row]; GATED: of rows paired eight by eight, silu(gate) · up."""
     if GATED:
@@ -204,7 +218,7 @@ def finish_split(
 def _packed_product(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, parts_ptr, counter_ptr, M, N, K, x_stride, scale_stride, column_tiles,
     BITS: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    BF16: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
+    BF16: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 512 // BITS
@@ -220,6 +234,8 @@ def _packed_product(
     row = tl.program_id(0) * R + tl.arange(0, R)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first = words_ptr + (tl.program_id(0).to(tl.int64) * TILES + tile)[:, None] * column_tiles * 1024 + word[None, :]
+    if EARLY:
+        begin_early(words_ptr + (tl.program_id(0).to(tl.int64) * TILES * column_tiles + begin) * 1024, (end - begin) * 1024, 128)
     acc = tl.zeros([R, ROWS], tl.float32)
     zero = tl.full([R, 16], default, tl.float32).to(dtype if BITS == 4 else tl.float16)
     for at in tl.range(begin, end, num_stages=STAGES):
@@ -257,14 +273,26 @@ def _packed_product(
     finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS, GATED)
 
 
-def packed_config(rows: int, row_tiles: int, column_tiles: int, device: torch.device | str) -> ProductConfig:
-    """Launch of packed_product: enough programs to fill the chip four times, each with four steps or more."""
-    own = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    tiles = row_tiles * -(-rows // own)
-    splits = 1
-    while tiles * splits < 3 * configs.processors(device) and column_tiles // splits >= 8 and splits < 16:
-        splits *= 2
-    return ProductConfig(own, 1, splits, 4)
+def packed_config(rows: int, row_tiles: int, column_tiles: int) -> ProductConfig:
+    """Launch of packed_product, as measured on an H200 over the products of an 8B step (benchmarks/NOTES.md)."""
+    even, deep = row_tiles % 2 == 0, column_tiles >= 64
+    if rows <= 16:
+        if row_tiles >= 256 and even:
+            return ProductConfig(16, 2, 1, 5)
+        splits = _power_below(512 // row_tiles if deep else 400 // row_tiles, column_tiles // 2)
+        return ProductConfig(16, 1, splits, 3 if deep else 5)
+    own = 32 if rows <= 32 else 64
+    tiles_of_x = -(-rows // own)
+    if row_tiles >= 256:
+        return ProductConfig(own, 2 if even and tiles_of_x <= 2 else 1, 1, 3)
+    if deep and tiles_of_x > 1 and even:
+        return ProductConfig(own, 2, _power_below(8 // tiles_of_x, column_tiles // 2), 3)
+    return ProductConfig(own, 1, _power_below(4 // tiles_of_x, column_tiles // 2), 3)
+
+
+def _power_below(wanted: int, most: int) -> int:
+    """The largest power of two that is neither above 16 nor above either; at least 1."""
+    return 1 << max(min(wanted, most, 16), 1).bit_length() - 1
 
 
 def packed_product(
@@ -283,7 +311,7 @@ def packed_product(
     if not rows:
         return out
     row_tiles, column_tiles, _ = weight.words.shape
-    config = packed_config(rows, row_tiles, column_tiles, x.device) if config is None else config
+    config = packed_config(rows, row_tiles, column_tiles) if config is None else config
     if row_tiles % config.tiles:
         raise ValueError(f"tiles must divide {row_tiles}, got {config.tiles}")
     grid = (row_tiles // config.tiles, triton.cdiv(rows, config.rows), config.splits)
@@ -291,12 +319,13 @@ def packed_product(
         workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, config.rows * config.tiles * TILE_ROWS)
     parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
+    early = EARLY and configs.is_hopper(x.device)
     _packed_product[grid](
         x, weight.words, weight.scales, weight.zeros, bias, out, parts, counters, rows, weight.rows, columns, x.stride(0),
         weight.scales.stride(0), column_tiles,
         4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, bias is not None, gated,
-        x.dtype == torch.bfloat16, columns == column_tiles * tile_columns(weight.kind), not INTERPRETED,
-        config.rows, config.tiles, config.splits, config.stages, num_warps=4,
+        x.dtype == torch.bfloat16, columns == column_tiles * tile_columns(weight.kind), not INTERPRETED, early,
+        config.rows, config.tiles, config.splits, config.stages, num_warps=config.warps, launch_pdl=early,
     )  # fmt: skip
     return out
 

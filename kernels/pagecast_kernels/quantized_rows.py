@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs
+from pagecast_kernels import configs, quantized_products
 
 TOP = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
 """What a row's largest magnitude is divided by to give its scale."""
@@ -30,8 +30,11 @@ def _store_row(value, out_ptr, scale_ptr, row, width, column, inside, FP8: tl.co
 @triton.jit
 def _quantize_rows(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, width, x_stride, eps,
-    NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -56,10 +59,10 @@ def _launch(
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        block = triton.next_power_of_2(width)
+        block, early = triton.next_power_of_2(width), quantized_products.EARLY and configs.is_hopper(x.device)
         _quantize_rows[(rows,)](
             x, residual, weight, out, scale, width, x.stride(0), eps, weight is not None, residual is not None, gate,
-            dtype == torch.float8_e4m3fn, block, num_warps=configs.row_warps(block),
+            dtype == torch.float8_e4m3fn, early, block, num_warps=configs.row_warps(block), launch_pdl=early,
         )  # fmt: skip
     return out, scale
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs
+from pagecast_kernels import configs, quantized_products
 from pagecast_kernels.quantized_products import INTERPRETED, ProductConfig, SplitWorkspace, finish_split, split_workspace
 
 LIBRARY_FROM = 65
@@ -21,8 +21,8 @@ LIBRARY_FROM = 65
 @triton.jit(do_not_specialize=["M"])
 def _scaled_product(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, parts_ptr, counter_ptr, M, N, K,
-    FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr,
-    DEPTH: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     steps = tl.cdiv(K, DEPTH)
     share = (steps + SPLITS - 1) // SPLITS
@@ -33,6 +33,11 @@ def _scaled_product(
     k = tl.arange(0, DEPTH)
     w_at = weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    if EARLY:
+        first = weight_ptr + tl.minimum(tl.program_id(0) * R + tl.arange(0, R), N - 1).to(tl.int64) * K + begin * DEPTH
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [first], tl.int32, is_pure=False, pack=1)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([R, ROWS], tl.float32 if FP8 else tl.int32)
     for step in tl.range(begin, end, num_stages=STAGES):
         if EVEN:
@@ -53,14 +58,13 @@ def _scaled_product(
     finish_split(acc.to(tl.float32) * scale, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS, False)
 
 
-def scaled_config(rows: int, columns: int, depth: int, device: torch.device | str) -> ProductConfig:
-    """Launch of the Triton product for `rows` of x: enough programs to fill the chip, each with four steps or more."""
+def scaled_config(rows: int, columns: int, depth: int) -> ProductConfig:
+    """Launch of the Triton product, as measured on an H200 over the products of an 8B step (benchmarks/NOTES.md)."""
     own = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     tiles = -(-columns // 64) * -(-rows // own)
-    splits = 1
-    while tiles * splits < 3 * configs.processors(device) and depth // 128 // splits >= 8 and splits < 16:
-        splits *= 2
-    return ProductConfig(own, 1, splits, 4)
+    if tiles >= 256 or depth < 1024:
+        return ProductConfig(own, 1, 1, 3)
+    return ProductConfig(own, 1, 4 if own <= 16 else 2 if tiles <= 64 else 1, 5)
 
 
 @functools.cache
@@ -84,16 +88,17 @@ def scaled_product(
     out = torch.empty((rows, columns), dtype=dtype, device=x.device) if out is None else out
     if not rows:
         return out
-    config = scaled_config(rows, columns, depth, x.device) if config is None else config
+    config = scaled_config(rows, columns, depth) if config is None else config
     own = 64 * config.tiles
     grid = (triton.cdiv(columns, own), triton.cdiv(rows, config.rows), config.splits)
     if config.splits > 1:
         workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, own * config.rows)
     parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
+    early = quantized_products.EARLY and configs.is_hopper(x.device)
     _scaled_product[grid](
         x, x_scale, weight, weight_scale, bias, out, parts, counters, rows, columns, depth,
-        fp8, bias is not None, depth % 128 == 0, INTERPRETED, config.rows, own, 128, config.splits, config.stages,
-        num_warps=8 if own * config.rows >= 16384 else 4,
+        fp8, bias is not None, depth % 128 == 0, INTERPRETED, early, config.rows, own, 128, config.splits, config.stages,
+        num_warps=8 if own * config.rows >= 16384 else config.warps, launch_pdl=early,
     )  # fmt: skip
     return out
