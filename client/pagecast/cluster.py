@@ -12,6 +12,7 @@ from pagecast import models
 from pagecast.cli import options, roles
 from pagecast.errors import StartError
 from pagecast_scheduler.launch.events import Event
+from pagecast_scheduler.launch.launcher import Launcher, Local, Static
 from pagecast_scheduler.launch.local import LaunchError, RoleSpec, RunDir, Supervisor, ignore
 from pagecast_scheduler.launch.output import OnOutput
 
@@ -57,6 +58,17 @@ def check(chosen: Mapping[str, Any]) -> None:
         raise StartError(str(error), 2) from None
     if chosen["num_frontends"] < 1:
         raise StartError(f"num_frontends must be at least 1, not {chosen['num_frontends']}", 2)
+
+
+def launcher(chosen: Mapping[str, Any]) -> Launcher:
+    """The launcher that these options ask for. Raises LaunchError."""
+    if chosen["launcher"] == "ray":
+        from pagecast_scheduler.launch.ray import OverRay
+
+        return OverRay(chosen["tensor_parallel_size"], chosen["device"], chosen["head"])
+    if chosen["launcher"] == "static":
+        return Static(chosen["nnodes"], chosen["node_rank"], chosen["head"])
+    return Local()
 
 
 def role_specs(chosen: Mapping[str, Any], run_dir: str) -> list[RoleSpec]:

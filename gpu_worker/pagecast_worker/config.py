@@ -8,6 +8,11 @@ ExecutorName = Literal["torch", "oracle"]
 LogFormat = Literal["auto", "json", "console"]
 
 
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
 class ConfigError(ValueError):
     """A worker option that cannot work. The text is one line for the operator and names the option, its limit and its value."""
 
@@ -16,11 +21,12 @@ class ConfigError(ValueError):
 class WorkerConfig:
     """Options of one rank. Every rank of a group gets the same values but for `rank`.
 
-    run_dir: folder (mode 0700) that holds the cluster's sockets. model: absolute path of a model folder or .gguf file; the oracle
-    takes it as a name only. num_blocks: KV pool size in blocks, null block included; None measures memory. cpu_kv_gib: KV pool
-    size on the CPU backend in GiB. random_weights: a shape name or a folder with a config.json; weights are then made up.
-    quantization: "fp8" or "int4", to which weights are rounded while they are loaded. kv_cache_dtype: "auto" or "fp8".
-    oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
+    run_dir: folder (mode 0700) that holds the cluster's sockets. head: "host:port" of a scheduler elsewhere; wire_keys: folder
+    with rank.key, without which no other host is dialled unless insecure_wire says so. model: absolute path of a model folder or
+    .gguf file; the oracle takes it as a name only. num_blocks: KV pool size in blocks, null block included; None measures
+    memory. cpu_kv_gib: KV pool size on the CPU backend in GiB. random_weights: a shape name or a folder with a config.json; weights
+    are then made up. quantization: "fp8" or "int4", to which weights are rounded while they are loaded. kv_cache_dtype: "auto" or
+    "fp8". oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
     """
 
     run_dir: str
@@ -44,6 +50,9 @@ class WorkerConfig:
     kv_cache_dtype: str = "auto"
     oracle_vocab_size: int = 49152
     oracle_step_us: int = 0
+    head: str | None = None
+    wire_keys: str | None = None
+    insecure_wire: bool = False
     log_format: LogFormat = "auto"
     log_level: str = "info"
 
@@ -53,6 +62,11 @@ class WorkerConfig:
         for ok, message in (
             (size >= 1, f"tensor_parallel_size must be at least 1, got {size}"),
             (0 <= self.rank < size, f"rank must be below tensor_parallel_size {size}, got {self.rank}"),
+            (self.head is None or _is_address(self.head), f"head must be host:port, got {self.head!r}"),
+            (
+                self.head is None or self.wire_keys is not None or self.insecure_wire,
+                f"refusing to dial {self.head} without keys: pass --wire-keys, or --insecure-wire if nobody else is there",
+            ),
             (self.executor in ("torch", "oracle"), f"executor must be torch or oracle, got {self.executor!r}"),
             (self.block_size in (16, 32, 64, 128), f"block_size must be 16, 32, 64 or 128, got {self.block_size}"),
             (self.num_blocks is None or self.num_blocks >= 2, f"num_blocks must be at least 2, got {self.num_blocks}"),
@@ -76,7 +90,7 @@ class WorkerConfig:
     @property
     def workers_endpoint(self) -> str:
         """ZeroMQ endpoint that the scheduler binds for workers."""
-        return f"ipc://{self.run_dir}/workers.ipc"
+        return f"tcp://{self.head}" if self.head is not None else f"ipc://{self.run_dir}/workers.ipc"
 
     def digest(self) -> str:
         """Hex digest over what ranks of one group must agree on; compared by the scheduler in the hellos."""

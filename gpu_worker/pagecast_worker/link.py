@@ -14,15 +14,23 @@ from typing import Final
 import msgspec
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pagecast_wire.codec import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode
+from pagecast_wire.host import pid_namespace
 from pagecast_wire.intake import HelloWanted, ModelFacts
+from pagecast_wire.keys import read_rank_keys
 from pagecast_wire.plan import GroupFormed, PrepareConstraint, StartEpoch, StepPlan, StopWorker
 from pagecast_wire.result import GroupJoin, Heartbeat, WorkerHello
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, Stopped
 
 HEARTBEAT_S: Final = 1.0
+_FAILED_HANDSHAKE: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_HANDSHAKES: Final = 5
+"""Failed handshakes after which keys are to blame, and not a scheduler that ended at the wrong moment."""
 _JOIN_AGAIN_MS: Final = 1000
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 1000
@@ -96,6 +104,7 @@ class Link:
         self.config = config
         self.incarnation = uuid.uuid4().hex
         self.completed = Completed()
+        self._keys = read_rank_keys(config.wire_keys) if config.wire_keys is not None else None
         self._context = zmq.Context()
         self.socket = self._dial("worker")
         self._hello: WorkerHello | None = None
@@ -109,11 +118,34 @@ class Link:
         socket.setsockopt(zmq.RCVHWM, 0)  # the scheduler bounds its plans in flight; a dropped one would only be asked for again
         socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        if self._keys is not None:
+            socket.curve_serverkey = self._keys.scheduler.encode()
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
         return socket
 
     def connect(self) -> None:
-        """Raises zmq.ZMQError for an endpoint that can never work; a scheduler that is not there yet is waited for."""
+        """Raises zmq.ZMQError for an endpoint that can never work, LoadError where keys do not fit; a scheduler that is not there yet is
+        waited for."""
+        monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKE) if self._keys is not None else None
         self.socket.connect(self.config.workers_endpoint)
+        if monitor is not None:
+            try:
+                self._await_handshake(monitor)
+            finally:
+                self.socket.disable_monitor()
+
+    def _await_handshake(self, monitor: zmq.Socket[bytes]) -> None:
+        """A key that is not known is told at once; with another scheduler's key, or none, the connection just ends, time and again."""
+        failures = 0
+        while True:
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return
+            failures += 1
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise LoadError(f"the scheduler at {self.config.workers_endpoint} does not know the key in {self.config.wire_keys}")
+            if failures >= _HANDSHAKES:
+                raise LoadError(f"the scheduler at {self.config.workers_endpoint} has other keys than {self.config.wire_keys}, or none")
 
     def join(self, model_digest: str, address: str) -> GroupFormed:
         """Meet the other ranks: waits until all have joined. address: where rank 0 waits for them, "" of others.
@@ -121,7 +153,7 @@ class Link:
         Raises LoadError where this rank is refused, Stopped."""
         join = GroupJoin(
             wire_version=WIRE_VERSION, wire_digest=WIRE_DIGEST, incarnation=self.incarnation, pid=os.getpid(),
-            pid_namespace=_pid_namespace(), rank=self.config.rank, world_size=self.config.tensor_parallel_size,
+            pid_namespace=pid_namespace(), rank=self.config.rank, world_size=self.config.tensor_parallel_size,
             model_digest=model_digest, config_digest=self.config.digest(), address=address,
         )
         while True:
@@ -147,7 +179,7 @@ class Link:
             wire_digest=WIRE_DIGEST,
             incarnation=self.incarnation,
             pid=os.getpid(),
-            pid_namespace=_pid_namespace(),
+            pid_namespace=pid_namespace(),
             rank=self.config.rank,
             world_size=self.config.tensor_parallel_size,
             last_epoch=0,
@@ -235,10 +267,6 @@ class Link:
             os.write(self.wake_write_fd, bytes([self.HELLO]))
         except BlockingIOError:
             pass  # the loop has enough to wake up for
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _decoded(data: bytes) -> FromScheduler | None:

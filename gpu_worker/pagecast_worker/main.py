@@ -10,6 +10,7 @@ import structlog
 import zmq
 
 from pagecast_wire.codec import WireError
+from pagecast_wire.keys import KeysError
 from pagecast_wire.lifeline import die_with_parent
 from pagecast_wire.result import WorkerFault
 from pagecast_worker.config import WorkerConfig
@@ -32,12 +33,17 @@ def run(config: WorkerConfig) -> int:
     die_with_parent()
     configure(config.log_format, config.log_level, role="worker", rank=config.rank)
     path = config.workers_endpoint.removeprefix("ipc://")
-    if len(path.encode()) > _MAX_IPC_PATH:
+    if config.head is None and len(path.encode()) > _MAX_IPC_PATH:
         return _refuse(f"run_dir is too long: its socket path has {len(path.encode())} bytes, the limit is {_MAX_IPC_PATH}")
-    link = Link(config)
+    try:
+        link = Link(config)
+    except KeysError as error:
+        return _refuse(str(error))
     try:
         link.connect()
         code = _serve(config, link)
+    except LoadError as error:
+        code = _refuse(str(error))
     except zmq.ZMQError as error:
         code = _refuse(f"cannot connect to {config.workers_endpoint}: {error.strerror}")
     finally:

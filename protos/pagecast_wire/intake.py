@@ -100,7 +100,7 @@ class FrontendHello(Struct, frozen=True, forbid_unknown_fields=True, tag="fronte
     wire_digest: str
     incarnation: str
     pid: int
-    pid_namespace: int  # inode of /proc/self/ns/pid; a pidfd is used only where both ends agree on it
+    pid_namespace: int  # see host.pid_namespace; a pidfd is used only where both ends agree on it
     slot: int = -1
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "status": "health, model and load of a server",
     "token": "make a bearer token for a principal",
     "demo": "start a cluster, ask three questions at once, show the streams side by side",
+    "keys": "make keys for ranks on several hosts",
     "bench": "measure: the scheduler, kernels, the CPU backend beside transformers, ...",
     "quantize": "write a checkpoint whose weights have 4 or 8 bits",
     "perplexity": "how well a model foretells a text, through the engine that serves it",

@@ -96,6 +96,13 @@ OPTIONS: tuple[Option, ...] = (
     # the model and its device
     Option("tensor_parallel_size", int, 1, "ranks that split the model; one worker process and one GPU each", _BATCH),
     Option("rank", int, 0, "rank of this worker", (WORKER,)),
+    Option("launcher", str, "local", "where ranks run: local, static (this command once on each host), or ray", (SERVE,),
+           choices=("local", "static", "ray")),
+    Option("nnodes", int, 1, "hosts of the static launcher, each with as many ranks", (SERVE,)),
+    Option("node_rank", int, 0, "number of this host, for the static launcher; host 0 runs scheduler and front ends too", (SERVE,)),
+    Option("head", str, None, "host:port where the scheduler listens for ranks of other hosts", _BATCH),
+    Option("wire_keys", str, None, "folder of keys (`pagecast keys`) for the link between scheduler and ranks", _BATCH),
+    Option("insecure_wire", bool, False, "allow that link between hosts without keys", _BATCH),
     Option("executor", str, "torch", "what runs plans: torch, or the model-free oracle", _WORK, choices=("torch", "oracle")),
     Option("device", str, "auto", "auto, cpu, cuda or cuda:N", _WORK),
     Option("dtype", str, "auto", "auto, float32, bfloat16 or float16; auto is bfloat16 on a GPU, the faster one on a CPU", _WORK,

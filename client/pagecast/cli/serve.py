@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     chosen = cluster.settings(args.model, **options.values(args, options.SERVE))
     cluster.check(chosen)
-    cluster.check_port(chosen["host"], chosen["port"])
+    if chosen["node_rank"] == 0:
+        cluster.check_port(chosen["host"], chosen["port"])
     if chosen["log_format"] == "auto" and sys.stderr.isatty():
         chosen["log_format"] = "console"  # the roles write into a pipe and cannot see the terminal
     try:
@@ -32,10 +33,13 @@ def run(args: argparse.Namespace) -> int:
                     chosen[name], keeper = cluster.shared_port(chosen["host"])
                     chosen[keeps] = True
                     keepers.enter_context(keeper)
-            if chosen["num_frontends"] > 1:
+            if chosen["num_frontends"] > 1 and chosen["node_rank"] == 0:
                 keepers.enter_context(cluster.hold_port(chosen["host"], chosen["port"]))
-            screen = Screen(str(chosen["served_model_name"]))
-            supervisor = Supervisor(cluster.role_specs(chosen, str(run_dir.path)), run_dir, screen.on_event, screen.on_output)
+            launcher = cluster.launcher(chosen)
+            keepers.enter_context(launcher.held())
+            specs = launcher.placed(cluster.role_specs(chosen, str(run_dir.path)))
+            screen = Screen(str(chosen["served_model_name"]), chosen["head"])
+            supervisor = Supervisor(specs, run_dir, screen.on_event, screen.on_output)
             try:
                 return supervisor.run_forever()
             finally:
@@ -46,10 +50,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Screen:
-    """What the operator sees of the cluster. on_event is called from the supervising thread, on_output from another."""
+    """What the operator sees of the cluster. on_event is called from the supervising thread, on_output from another.
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    head: where the scheduler is, seen from a host that has nothing but ranks.
+    """
+
+    def __init__(self, model: str, head: str | None) -> None:
+        self._model, self._head = model, head
         self._last_words: dict[str, str] = {}
         self.bar = LoadingBar()
 
@@ -66,7 +73,8 @@ class Screen:
             self.bar.update(event.rank, event.phase, event.done, event.total)
         elif isinstance(event, Ready):
             self.bar.close()
-            print(f"serving {self._model} on {', '.join(sorted(set(event.addresses)))}", flush=True)
+            where = f"on {', '.join(sorted(set(event.addresses)))}" if event.addresses else f"with the scheduler at {self._head}"
+            print(f"serving {self._model} {where}", flush=True)
         elif isinstance(event, Stopping):
             print(f"stopping {', '.join(event.names)}", flush=True)
         elif isinstance(event, ChildExited) and event.restart_in_s is not None:

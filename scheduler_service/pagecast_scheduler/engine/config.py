@@ -24,13 +24,17 @@ class EngineConfig:
     num_blocks caps what the ranks offer; max_model_len caps what the model allows. step_deadline_s is the floor of a step's
     deadline: a longer predicted step gets more. rank_timeout_s is how long a rank may be silent before its absence is fatal.
     resume_grace_s: how long the requests of a front end that died go on for somebody to resume them; resume_retention_s: how long the
-    output of an ended request is kept for that.
+    output of an ended request is kept for that. head: "host:port" to listen on for ranks of other hosts; wire_keys: folder with
+    scheduler.key, without which nothing listens there unless insecure_wire says so.
     record: file that receives every input of the core (record_tokens: with token ids, which are prompts). metrics_port: loopback
     port of the Prometheus text, none by default.
     """
 
     run_dir: str
     tensor_parallel_size: int = 1
+    head: str | None = None
+    wire_keys: str | None = None
+    insecure_wire: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -80,6 +84,13 @@ class EngineConfig:
             raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
         if self.metrics_port is not None and not 0 < self.metrics_port < 65536:
             raise ConfigError(f"metrics_port must be between 1 and 65535, not {self.metrics_port}")
+        if self.head is not None:
+            host, _, port = self.head.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ConfigError(f"head must be host:port, not {self.head!r}")
+            if self.wire_keys is None and not self.insecure_wire:
+                words = "pass --wire-keys, or --insecure-wire if nobody else is there"
+                raise ConfigError(f"refusing to listen on {self.head} without keys: {words}")
         for socket in (self.frontends_path, self.workers_path):
             size = len(socket.encode())
             if size > MAX_IPC_PATH_BYTES:

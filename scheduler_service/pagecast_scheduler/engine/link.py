@@ -5,14 +5,17 @@ of another build is recognised before it is dropped, so that the refusal can nam
 """
 
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from pagecast_wire import codec
+from pagecast_wire.keys import SchedulerKeys
 
 MAX_DRAIN = 512
 """Messages taken in one go; the rest wait for the next turn of the loop, so that no peer starves the others."""
@@ -35,18 +38,30 @@ class ForeignHello:
 class Router:
     """Owns the socket bound at `path`. direction: the key of codec.MAX_BYTES for what comes in."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", path: str, direction: str) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        path: str,
+        direction: str,
+        head: str | None = None,
+        keys: SchedulerKeys | None = None,
+    ) -> None:
+        """head: "host:port" to listen on as well. keys: peers must hold one that is known, over either. Raises zmq.ZMQError, OSError."""
         self.socket = context.socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.MAXMSGSIZE, codec.MAX_BYTES[direction])
         self.socket.set(zmq.SNDHWM, UNSENT_LIMIT)
         self.socket.set(zmq.RCVHWM, 0)
+        self._guard = _guard(context, self.socket, keys) if keys is not None else None
         previous = os.umask(0o077)
         try:
             self.socket.bind(f"ipc://{path}")
         finally:
             os.umask(previous)
+        if head is not None:
+            host, _, port = head.rpartition(":")
+            self.socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
         self._direction = direction
         self.num_dropped = 0
         self.num_received = 0
@@ -92,6 +107,28 @@ class Router:
     def close(self) -> None:
         """Close the socket; what is already handed over still leaves within the linger time."""
         self.socket.close()
+        if self._guard is not None:
+            self._guard.stop()
+
+
+def _guard(context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", keys: SchedulerKeys) -> ThreadAuthenticator:
+    """Make the socket take only peers whose keys are known; ZeroMQ asks the returned thread about each."""
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback("*", _KnownKeys(keys.ranks))
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    return guard
+
+
+class _KnownKeys:
+    """Whom the guard lets in."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = {key.encode() for key in keys}
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._keys
 
 
 def _foreign_hello(data: bytes) -> ForeignHello | None:

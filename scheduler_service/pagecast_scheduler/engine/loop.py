@@ -27,6 +27,7 @@ from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_scheduler.engine.workers import Lost, WorkerGroup
 from pagecast_wire.control import UnwatchCache, WatchCache
 from pagecast_wire.intake import EngineStatus, ServingState
+from pagecast_wire.keys import read_scheduler_keys
 from pagecast_wire.result import ConstraintPrepared, StepResult
 
 TICK = SECOND // 5
@@ -51,16 +52,17 @@ class Engine:
     """Owns the sockets and the order of things within a turn. `run` returns when stopped; `stop` may be called from anywhere."""
 
     def __init__(self, config: EngineConfig, record: Record | None = None, clock: Callable[[], int] = monotonic_us) -> None:
-        """Binds both sockets. Raises zmq.ZMQError, OSError."""
+        """Binds both sockets. Raises zmq.ZMQError, OSError, KeysError."""
         self._log = logger("engine")
         self._config = config
         self._clock = clock
         self._record = record
         self._incarnation = uuid4().hex
         self.reason = ""  # why `run` returned, one line
+        keys = read_scheduler_keys(config.wire_keys) if config.wire_keys is not None else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._frontend_router = Router(self._context, config.frontends_path, "from_frontend")
-        self._worker_router = Router(self._context, config.workers_path, "from_worker")
+        self._worker_router = Router(self._context, config.workers_path, "from_worker", config.head, keys)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # never closed: a late signal may still write to it
         state = run_state.load(config.run_dir)
         now = clock()

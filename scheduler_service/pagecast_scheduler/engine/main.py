@@ -16,6 +16,7 @@ from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.epochs import Record
 from pagecast_scheduler.engine.loop import Engine
 from pagecast_scheduler.engine.run_state import RunDirInUse, RunDirLock
+from pagecast_wire.keys import KeysError
 
 EXIT_CONFIG = 2
 
@@ -32,6 +33,9 @@ def run(config: EngineConfig) -> int:
         return _say(EXIT_CONFIG, f"run_dir {config.run_dir} cannot be used: {error.strerror}")
     try:
         engine = Engine(config, _recorder(config))
+    except KeysError as error:
+        lock.release()
+        return _say(EXIT_CONFIG, str(error))
     except (OSError, zmq.ZMQError) as error:
         lock.release()
         return _say(EXIT_CONFIG, f"cannot start in {config.run_dir}: {error}")

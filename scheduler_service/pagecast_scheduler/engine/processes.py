@@ -2,13 +2,8 @@
 
 import os
 import signal
-from functools import cache
 
-
-@cache
-def own_pid_namespace() -> int:
-    """Inode of this process's pid namespace; pids of another namespace mean nothing here."""
-    return os.stat("/proc/self/ns/pid").st_ino
+from pagecast_wire.host import pid_namespace as own_pid_namespace
 
 
 class ProcessGone(Exception):

@@ -23,6 +23,7 @@ from pagecast_scheduler.frontend.quotas import Quotas
 from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
 from pagecast_wire.control import Attach, Attached, AuditReport, CacheEvents, CancelReport, Done, Leave, NotNow, RequestList, UnwatchCache
+from pagecast_wire.host import pid_namespace
 from pagecast_wire.intake import (
     KEY_BITS,
     Abort,
@@ -315,7 +316,7 @@ class EngineClient:
 
     def _hello(self) -> None:
         """Introduces this process, if a hello is due and somebody is there to hear it."""
-        namespace = os.stat("/proc/self/ns/pid").st_ino
+        namespace = pid_namespace()
         hello = FrontendHello(WIRE_VERSION, WIRE_DIGEST, self._incarnation, os.getpid(), namespace, self._slot)
         try:
             self._socket.send(encode(hello), zmq.NOBLOCK)

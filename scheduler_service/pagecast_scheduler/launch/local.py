@@ -199,15 +199,19 @@ class Supervisor:
             self._on_event(ChildExited(spec.name, child.pid, code, None))
             return
         delay = self._budgets[spec.name].died(time.monotonic())
-        wrong_start = code == EXIT_CONFIG and not self._settled.is_set()
-        if wrong_start or delay is None:
+        if delay is None or self._cannot_start(spec, code):
             child.stream.closed.wait(timeout=1.0)
             self._on_event(ChildExited(spec.name, child.pid, code, None))
-            self._fail(Failed(spec.name, EXIT_CONFIG if wrong_start else EXIT_GAVE_UP, child.stream.last_line))
+            self._fail(Failed(spec.name, EXIT_CONFIG if code == EXIT_CONFIG else EXIT_GAVE_UP, child.stream.last_line))
         else:
             self._due[spec.name] = time.monotonic() + delay
             self._on_event(ChildExited(spec.name, child.pid, code, delay))
             self._end_group(child)
+
+    def _cannot_start(self, spec: RoleSpec, code: int) -> bool:
+        """Nothing has served yet, and this process says that it never will: as configured, or with the ranks that there are."""
+        hopeless = (EXIT_CONFIG, EXIT_GAVE_UP) if spec.role == "scheduler" else (EXIT_CONFIG,)
+        return code in hopeless and not self._settled.is_set()
 
     def _end_group(self, dead: Child) -> None:
         """A rank died: the others cannot go on without it, and while they load nobody else knows them. They start again together."""

@@ -30,8 +30,17 @@ class Readiness:
                 self._told[rank] = news
                 yield news
 
+    def _is_loaded(self, rank: int) -> bool:
+        news = self._told.get(rank)
+        return news is not None and news.phase == "warm-up" and news.done >= news.total
+
     def addresses(self) -> tuple[str, ...] | None:
-        """Where the front ends listen, and after them the gateway, once every one of them serves; None before."""
+        """Where the front ends listen, and after them the gateway, once every one of them serves; None before.
+
+        Of a host that has nothing but ranks: (), once all of them have loaded.
+        """
+        if not self._frontends and not all(self._is_loaded(rank) for rank in self._ranks):
+            return None
         found = []
         for index in self._frontends:
             try:
