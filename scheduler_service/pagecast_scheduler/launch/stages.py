@@ -54,7 +54,7 @@ class Stages:
             self.deadline = None
             return signal.SIGKILL, tuple(spec.name for spec in members)
         while not members and self._groups:
-            if self._current:
+            if "frontend" in self._current:
                 self._restartable = ()
             self._current = self._groups.popleft()
             members = self._members(alive)
