@@ -18,7 +18,7 @@ from pagecast_kernels import configs
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
 _CUT_TILE_BYTES = 8192  # of logits a step of `_whole_row`, which has a whole row before it
-_TILE = 2048  # logits a step of the programs that share a row
+_TILE, _LARGE_TILE = 2048, 4096  # logits a step of the programs that share a row, where they gather and where they only look
 _COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
 _CANDIDATES = 1024  # how many a row may have in `_whole_row` before it is searched in full
 _WANTED = tl.constexpr(512)  # columns whose maxima bound the candidates where top-k does not say
@@ -320,7 +320,7 @@ def _gather(
     broken = tl.zeros((TILE,), tl.int32)
     for begin in tl.range(start, end, TILE, num_stages=4):
         x = tl.load(logits + begin + column, begin + column < end, float("-inf")).to(tl.float32)
-        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
+        broken |= (~(x < float("inf"))).to(tl.int32)
         if weighed:
             mass += tl.exp((x - top) * inverse)
         chosen = ((x >= bound) & (begin + column < end)).to(tl.int32)
@@ -431,14 +431,14 @@ def find_cutoffs(
     """
     batch, vocab = logits.shape
     slices = configs.cut_slices(batch, vocab, logits.device) if slices is None else slices
-    slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
+    slice_size = triton.cdiv(triton.cdiv(vocab, _LARGE_TILE), slices) * _LARGE_TILE
     limits, draws = (temperature, top_k, top_p, min_p), (seeds, sequence, positions)
     bits, stride = _KEY_BITS[logits.dtype], logits.stride(0)
     rows = work.cutoffs.shape[0]
     first, second = work.counters[:rows], work.counters[rows:]
     _bound[(batch, slices)](
         logits, *limits, first, work.cutoffs, work.drawn, work.maxima, work.bounds, vocab, stride, slice_size,
-        bits, slices, _COLUMNS, _TILE, num_warps=4,
+        bits, slices, _COLUMNS, _LARGE_TILE, num_warps=4,
     )  # fmt: skip
     _narrow[(batch, slices)](
         logits, *limits, *draws, second, work.cutoffs, work.drawn, out, work.bounds, work.candidates, work.tokens, work.counts,
