@@ -13,6 +13,7 @@ from e2e.engine_rig import LIVENESS_S, RigFrontend, RoleProcess, engine_thread, 
 
 from pagecast_scheduler.engine.processes import is_alive, own_pid_namespace
 from pagecast_wire.intake import ServingState
+from pagecast_wire.sampling import Constraint, ConstraintKind
 
 STEP_US = 3000
 """Time that the oracle takes for a step: long enough that a signal finds streams in the middle."""
@@ -93,6 +94,22 @@ def test_one_of_three_ranks_killed_takes_the_whole_group(tmp_path: Path) -> None
         ranks[1].kill()
         _end_streams(frontend, keys)
         assert [len(rank.pids) for rank in ranks] == [2, 2, 2]
+        frontend.close()
+
+
+def test_constrained_streams_go_on_once_the_new_group_has_compiled(tmp_path: Path) -> None:
+    """Every rank is asked before a row comes, and the new ones are asked again: for streams that ran, and for one that waited."""
+    constraint = Constraint(ConstraintKind.REGEX, "[0-9]+")
+    ranks = [worker_process(tmp_path, rank, 2, oracle_step_us=STEP_US) for rank in range(2)]
+    with _processes(*ranks), engine_thread(tmp_path, tensor_parallel_size=2):
+        frontend = RigFrontend(tmp_path).wait_serving()
+        keys = [frontend.submit([i] * (5 * i + 1), 150, seed=i, constraint=constraint) for i in range(4)]
+        keys.append(frontend.submit([7] * 20, 150, seed=9))
+        frontend.pump(lambda: all(len(frontend.tokens.get((key, 0), [])) >= 5 for key in keys), "every stream has begun")
+        keys.append(frontend.submit([8] * 9, 40, seed=8, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
+        ranks[1].kill()
+        _end_streams(frontend, keys)
+        assert [len(rank.pids) for rank in ranks] == [2, 2]
         frontend.close()
 
 

@@ -44,7 +44,7 @@ from pagecast_wire.intake import (
 )
 from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
 from pagecast_wire.result import Heartbeat, PlanGap, WorkerFault, WorkerHello
-from pagecast_wire.sampling import SamplingParams, StopRules
+from pagecast_wire.sampling import Constraint, SamplingParams, StopRules
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import PlanError
 from pagecast_worker.link import PlanOrder, Verdict
@@ -95,12 +95,13 @@ class RigFrontend:
     def send(self, message: msgspec.Struct) -> None:
         self.socket.send(codec.encode(message))
 
-    def submit(self, prompt: list[int], n: int, seed: int = 0, **fields: Any) -> int:
+    def submit(self, prompt: list[int], n: int, seed: int = 0, constraint: Constraint | None = None, **fields: Any) -> int:
         """Send a request for n tokens that no stop id can shorten; returns its key."""
         self._counter += 1
         key = self.slot << KEY_BITS | self._counter
         self.submits[key] = Submit(
-            key=key, prompt=pack_u32(prompt), sampling=SamplingParams(seed=seed), stop=StopRules(max_output_tokens=n),
+            key=key, prompt=pack_u32(prompt), sampling=SamplingParams(seed=seed, constraint=constraint),
+            stop=StopRules(max_output_tokens=n),
             cache_namespace=bytes(range(32)), **fields,
         )  # fmt: skip
         self.send(self.submits[key])
