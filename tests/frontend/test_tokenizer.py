@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateSyntaxError
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import GgufError, read_metadata
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
+from pagecast_scheduler.frontend.token_pieces import pieces_of
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, ModelTokenizer, load_tokenizer
 
 TEXTS = [
@@ -167,3 +170,16 @@ def test_templates_have_what_they_are_written_for() -> None:
     source = "{% for m in messages %}\n  {% if m.role == 'x' %}{% continue %}{% endif %}\n{{ m | tojson }}"
     source += "{{ strftime_now('%Y')[0] }}{% endfor %}"
     assert chat.render(chat.compile_template(source), CHATS[0], {}, True) == '{"role": "user", "content": "hi 你好"}2'
+
+
+def test_pieces_of_a_sentencepiece_vocabulary_are_told_apart() -> None:
+    vocab = {"<s>": 0, "▁a": 1, "b": 2, "<0xE4>": 3, "▁": 4, "<tool>": 5}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    backend.add_tokens([AddedToken("<tool>")])
+    assert pieces_of(backend) == [b"", b" a", b"b", b"\xe4", b" ", b"<tool>"]
+    assert ModelTokenizer(backend, {}).piece_bytes == pieces_of(backend) and ModelTokenizer(backend, {}).token_bytes is None
+    backend.decoder = decoders.WordPiece()
+    assert pieces_of(backend) is None

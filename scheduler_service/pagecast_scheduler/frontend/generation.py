@@ -88,7 +88,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if stream.failure is not None:
                 stream.failure.metadata = {**stream.failure.metadata, **stream.usage_so_far()}
                 raise stream.failure
-            return whole_answer(stream, self._state.prompts.tokenizer.token_bytes)
+            return whole_answer(stream, self._state.prompts.tokenizer.piece_bytes)
         except asyncio.CancelledError:
             if stream.failure is None:
                 raise
@@ -129,7 +129,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Writes a whole stream as messages of type `response`."""
         welcome = self._engine.welcome
         retention_ms = welcome.limits.retention_ms if welcome is not None else 0
-        writer = EventWriter(stream, self._state.prompts.tokenizer.token_bytes, response, retention_ms)
+        writer = EventWriter(stream, self._state.prompts.tokenizer.piece_bytes, response, retention_ms)
         try:
             await self._until_accepted(stream, context)
             await self._write(stream, context, [writer.accepted()])

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Backend
 from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import read_metadata
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
+from pagecast_scheduler.frontend.token_pieces import pieces_of
 
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
@@ -53,6 +54,7 @@ class Tokenizer(Protocol):
     chat_template: chat.ChatTemplate | None
     special_tokens: dict[str, str]
     token_bytes: list[bytes] | None
+    piece_bytes: list[bytes] | None
     max_token_bytes: int | None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -76,8 +78,8 @@ def byte_alphabet() -> dict[str, int]:
 class ModelTokenizer:
     """A tokenizer of the tokenizers library with what a served model adds to it.
 
-    token_bytes: bytes of each id with special tokens empty, or None when the decoder is not plain byte-level. max_token_bytes:
-    most bytes of text that one id can stand for, or None when the tokenizer may change text before splitting it.
+    token_bytes: bytes of each id with special tokens empty, or None when the decoder is not plain byte-level. piece_bytes: the same for
+    showing single tokens, also where whole texts are decoded otherwise. max_token_bytes: most bytes of text that one id can stand for, or None when the tokenizer may change text before splitting it.
     """
 
     backend: Backend
@@ -86,6 +88,7 @@ class ModelTokenizer:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     chat_template: chat.ChatTemplate | None = field(init=False, default=None)
     token_bytes: list[bytes] | None = field(init=False, default=None)
+    piece_bytes: list[bytes] | None = field(init=False, default=None)
     max_token_bytes: int | None = field(init=False, default=None)
     _special: dict[int, bytes] | None = field(init=False, default=None)
 
@@ -97,6 +100,7 @@ class ModelTokenizer:
             if self.backend.normalizer is None:
                 added = max((len(t.content.encode()) for t in self.backend.get_added_tokens_decoder().values()), default=1)
                 self.max_token_bytes = max(added, max(map(len, self.token_bytes)))
+        self.piece_bytes = pieces_of(self.backend) if self.token_bytes is None else self.token_bytes
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -151,6 +155,7 @@ class ByteTokenizer:
         self.chat_template: chat.ChatTemplate | None = chat.compile_template(self.TEMPLATE)
         self.token_bytes: list[bytes] | None = [bytes([i]) for i in range(256)]
         self.token_bytes += [chr(0x4E00 + i % 20902).encode() for i in range(vocab_size - 256)]
+        self.piece_bytes: list[bytes] | None = self.token_bytes
         self.max_token_bytes: int | None = 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
