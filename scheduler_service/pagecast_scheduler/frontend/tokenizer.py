@@ -79,7 +79,8 @@ class ModelTokenizer:
     """A tokenizer of the tokenizers library with what a served model adds to it.
 
     token_bytes: bytes of each id with special tokens empty, or None when the decoder is not plain byte-level. piece_bytes: the same for
-    showing single tokens, also where whole texts are decoded otherwise. max_token_bytes: most bytes of text that one id can stand for, or None when the tokenizer may change text before splitting it.
+    showing single tokens, also where whole texts are decoded otherwise. max_token_bytes: most bytes of text that one id can stand for,
+    or None when the tokenizer may change text before splitting it.
     """
 
     backend: Backend
