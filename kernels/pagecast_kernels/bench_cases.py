@@ -8,12 +8,14 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagecast_kernels import configs, decode, decode_flat, prefill, sampling
+from pagecast_kernels import shared_prefix as shared_prefix_ops
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 ROTATE_BYTES = 256 << 20
@@ -135,6 +137,28 @@ def ragged(count: int, mean: float = 1024.0, sigma: float = 0.8, seed: int = 0) 
     g = torch.Generator().manual_seed(seed)
     normal = torch.randn(count, generator=g)
     return [max(int(n), 1) for n in torch.exp(normal * sigma + math.log(mean) - sigma**2 / 2).tolist()]
+
+
+def shared_prefix(pool: Pool, count: int = 256, prefix: int = 2048, own: int = 64) -> dict[str, list[Launch]]:
+    """Decodes of `count` sequences on one prefix, "plain" and with the prefix read once ("shared"). The plain one finds it in L2 often."""
+    each, common = own // BLOCK_SIZE, prefix // BLOCK_SIZE
+    width = -(-(common + each) // 16) * 16
+    table = torch.zeros((count, width), dtype=torch.int32, device=pool.k.device)
+    table[:, :common] = pool.order[:common]
+    table[:, common : common + each] = pool.order[common : common + count * each].view(count, each)
+    as_ints = partial(torch.tensor, dtype=torch.int32, device=pool.k.device)
+    rows, lens = as_ints(range(count)), as_ints([prefix + own] * count)
+    most = shared_prefix_ops.seqs_per_item(HEADS, KV_HEADS)
+    items = [(first, min(most, count - first), prefix, 0) for first in range(0, count, most)]
+    shared = shared_prefix_ops.SharedPrefixes(as_ints([prefix] * count), as_ints(range(count)), as_ints(items))
+    q = [torch.randn((count, HEADS, DIM), dtype=pool.k.dtype, device=pool.k.device) for _ in range(4)]
+    out, shape = torch.empty_like(q[0]), (count, HEADS, KV_HEADS, DIM, pool.k.device)
+    plain, once = decode_flat.step_workspace(*shape), shared_prefix_ops.shared_workspace(*shape)
+    tables = (pool.k, pool.v, table, rows, lens, DIM**-0.5)
+    return {
+        "plain": [lambda q=q: decode_flat.paged_decode(q, *tables, workspace=plain, out=out) for q in q],
+        "shared": [lambda q=q: shared_prefix_ops.paged_decode_shared(q, *tables, shared, workspace=once, out=out) for q in q],
+    }
 
 
 def sampling_launches(batch: int, vocab: int, limits: dict[str, float], filtered: bool, device: str = "cuda") -> list[Launch]:

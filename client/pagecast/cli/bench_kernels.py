@@ -15,7 +15,7 @@ _SAMPLING: dict[str, dict[str, float]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
-    every = "decode,prefill,mixed,sample,products,quantized,experts,latent"
+    every = "decode,prefill,mixed,shared,sample,products,quantized,experts,latent"
     parser.add_argument("--parts", default=every, help="what to measure, separated by commas")
 
 
@@ -47,6 +47,10 @@ def attention_metrics(cases: Any, parts: set[str]) -> dict[str, float]:
         if rivals:
             found[f"kernels.{name}.ratio_fa3"] = min(rivals) / timed["ours"]
         print(f"{name:24} {timed['ours']:9.1f} us", *(f"{label} {us:.1f} us" for label, us in timed.items() if label != "ours"), flush=True)
+    if "shared" in parts:
+        timed = cases.alternate(cases.shared_prefix(pool), rounds=3)
+        found |= {"kernels.shared_prefix.us": timed["shared"], "kernels.shared_prefix.ratio_plain": timed["plain"] / timed["shared"]}
+        print(f"256 x (2048 shared + 64): {timed['shared']:.1f} us, without sharing {timed['plain']:.1f} us", flush=True)
     return found
 
 
