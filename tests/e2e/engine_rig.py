@@ -42,8 +42,8 @@ from pagecast_wire.intake import (
     ServingState,
     Submit,
 )
-from pagecast_wire.plan import StartEpoch, StepPlan, StopWorker
-from pagecast_wire.result import Heartbeat, PlanGap, WorkerFault, WorkerHello
+from pagecast_wire.plan import PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.result import ConstraintPrepared, Heartbeat, PlanGap, WorkerFault, WorkerHello
 from pagecast_wire.sampling import Constraint, SamplingParams, StopRules
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import PlanError
@@ -260,6 +260,9 @@ class RigWorker(threading.Thread):
                     self.starts.append(message)
                     self.executor.start_epoch(message)
                     self.done = 0
+            case PrepareConstraint():
+                answer = lambda digest, fault: self.send(ConstraintPrepared(self.rank, digest, fault))
+                self.executor.prepare(message.constraint, answer)
             case StopWorker():
                 self.stopped.set()
             case HelloWanted():

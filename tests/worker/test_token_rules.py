@@ -13,7 +13,7 @@ from worker.tiny_model import write_model
 
 from pagecast_kernels.reference import gumbel_noise
 from pagecast_wire.codec import pack_u32, view_u32
-from pagecast_wire.result import FLAG_DEAD, FLAG_STOP
+from pagecast_wire.result import FLAG_DEAD, FLAG_IDLE, FLAG_STOP
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
 from pagecast_worker.config import WorkerConfig
@@ -244,3 +244,34 @@ def test_a_plain_row_after_one_with_rules(executor):
     driver.finish()
     assert first.output == [8, 8, 8]
     assert after.output == plain.output == biased.output
+
+
+def test_log_probabilities_in_plans_of_several_steps(executor):
+    """As in plans of one step: of every token once, also where a row ends within a plan, and where rules change what is drawn."""
+
+    def told(num_steps: int) -> list[list[tuple[float, list[int]]]]:
+        values = {"num_logprobs": 3}
+        wanted = [
+            Job(PROMPT, 7, SamplingParams(temperature=0.0, **values)), Job(PROMPT[2:], 7),
+            Job(PROMPT, 4, SamplingParams(temperature=1.2, seed=4, repetition_penalty=1.6, num_logprobs=1)),
+        ]  # fmt: skip
+        driver, lines = drive(executor), {id(job): [] for job in wanted}
+        for job in wanted:
+            driver.admit(job)
+            driver.chunk(job)
+        while not all(job.done for job in wanted):
+            driver.submit(num_steps if driver.step else 1)
+            sampled = driver._sampling[-1][1]
+            result = driver.collect()
+            ids, chosen, begin = view_u32(result.top_ids).tolist(), np.frombuffer(result.logprobs, "<f4"), 0
+            counts = view_u32(result.top_counts).tolist()
+            flags = np.frombuffer(result.flags, np.uint8)
+            for place, value, count in zip(view_u32(result.logprob_rows).tolist(), chosen.tolist(), counts, strict=True):
+                if not flags[place] & FLAG_IDLE:
+                    lines[id(sampled[place % len(sampled)])].append((round(value, 4), ids[begin : begin + count]))
+                begin += count
+        return [lines[id(job)] for job in wanted]
+
+    single = told(1)
+    assert [len(line) for line in single] == [7, 0, 4]
+    assert told(3) == single
