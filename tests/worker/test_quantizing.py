@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from worker.family_model import PROMPT, Forward, executor_for, write_family
 
 from pagecast_worker.executor import LoadError
+from pagecast_worker.loading.stored import rounded
 from pagecast_worker.quantizing import rounding
 from pagecast_worker.quantizing.calibration import sequences_of
 from pagecast_worker.quantizing.run import Job, quantize
@@ -32,6 +33,7 @@ def test_errors_of_gptq_cost_less_than_those_of_rounding():
     cost = lambda stored: float(((stored.dense(torch.float32) - weight) @ hessian * (stored.dense(torch.float32) - weight)).sum())
     nearest = cost(rounding.nearest(weight, 64, torch.float16, ""))
     assert cost(rounding.gptq(weight, hessian, 64, torch.float16, "")) < 0.5 * nearest
+    assert cost(rounding.gptq_fp8(weight, hessian, "")) < 0.5 * cost(rounded(weight, "fp8", 0, ""))
     scales = rounding.awq_scales([weight], hessian, x.abs().mean(0), 64)
     scaled = rounding.asymmetric(weight * scales, 64, "").dense(torch.float32) / scales
     plain = cost(rounding.asymmetric(weight, 64, ""))
@@ -46,7 +48,7 @@ def test_errors_of_gptq_cost_less_than_those_of_rounding():
 ])  # fmt: skip
 def test_written_checkpoints_are_near_the_model(method, name, tmp_path):
     source, _ = write_family(name, tmp_path / "plain", **SIZES)
-    sequences = SEQUENCES if method in ("awq", "gptq") else ()
+    sequences = () if method == "rtn-int4" else SEQUENCES
     quantize(job(source, tmp_path / "out", method, sequences), silent)
     executor = executor_for(tmp_path / "out")
     assert executor.facts.quantization == {"awq": "AWQ-int4", "fp8": "W8A8-FP8"}.get(method, "W4A16")

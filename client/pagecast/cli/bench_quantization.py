@@ -51,9 +51,9 @@ def _variants(args: argparse.Namespace, folder: Path, calibration: Path) -> Any:
     yield "fp8 weights and activations", args.model, {"dtype": "float32", "quantization": "fp8"}
     yield "fp8 KV cache", args.model, {"dtype": "float32", "kv_cache_dtype": "fp8"}
     given = {"group_size": 128, "samples": args.samples, "sample_tokens": 512, "device": args.device, "model": args.model}
-    for method, name in (("rtn-int4", "int4 g128 nearest"), ("gptq", "int4 g128 GPTQ")):
+    for method, name in (("fp8", "fp8 calibrated"), ("rtn-int4", "int4 g128 nearest"), ("gptq", "int4 g128 GPTQ")):
         out = folder / method
-        chosen = str(calibration) if method == "gptq" else None
+        chosen = None if method == "rtn-int4" else str(calibration)
         begin = time.perf_counter()
         if write_quantized(argparse.Namespace(**given, out=str(out), to=method, calibration=chosen)):
             raise CannotQuantize(f"{method} failed")

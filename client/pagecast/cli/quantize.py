@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="as for serve: a name, a folder or a .gguf file")
     parser.add_argument("out", metavar="OUT", help="folder to write")
     parser.add_argument("--to", required=True, choices=METHODS, help="awq and gptq calibrate int4, rtn-int4 rounds to the nearest")
-    parser.add_argument("--calibration", metavar="FILE", help="a UTF-8 text that looks like what the model will serve (awq, gptq)")
+    parser.add_argument("--calibration", metavar="FILE", help="a UTF-8 text like what the model will serve (awq, gptq; fp8 if given)")
     parser.add_argument("--samples", type=int, default=128, metavar="N", help="pieces of the text to use (default: %(default)s)")
     parser.add_argument("--sample-tokens", type=int, default=512, metavar="N", help="tokens of a piece (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=128, metavar="N", help="int4 columns that share a scale (default: %(default)s)")
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
             raise CannotQuantize(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if args.group_size not in (32, 64) and args.group_size % 128:
         raise CannotQuantize(f"--group-size must be 32, 64 or a multiple of 128, got {args.group_size}")
-    if args.calibration and args.to not in _CALIBRATED:
-        raise CannotQuantize(f"--calibration must not be given for {args.to}, which looks at weights only")
+    if args.calibration and args.to == "rtn-int4":
+        raise CannotQuantize("--calibration must not be given for rtn-int4, which looks at weights only")
     source = models.resolve(args.model)
     from pagecast_worker.backend import device_named
     from pagecast_worker.executor import LoadError
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _sequences(args: argparse.Namespace, source: Path) -> list[list[int]]:
     """Calibration tokens, where the method wants any."""
-    if args.to not in _CALIBRATED:
+    if args.to not in _CALIBRATED and args.calibration is None:
         return []
     from pagecast_scheduler.frontend.tokenizer import load_tokenizer
     from pagecast_worker.quantizing.calibration import sequences_of

@@ -5,10 +5,12 @@ Frantar et al. 2022, in the order of importance but with groups of neighbours; s
 quantized_weights.round_to_nearest, come out where the Hessian is the identity.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from pagecast_kernels.quantized_weights import grouped
+from pagecast_kernels.quantized_weights import FP8_MAX, grouped
 from pagecast_worker.loading.stored import Stored
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -41,31 +43,60 @@ def nearest(weight: Tensor, group: int, dtype: torch.dtype, name: str) -> Stored
 
 def gptq(weight: Tensor, hessian: Tensor, group: int, dtype: torch.dtype, name: str) -> Stored:
     """int4, symmetric: columns are rounded one after the other, and what that costs is made good by those still to come."""
-    rows, columns = weight.shape
+    work, hessian = _used(weight, hessian)
+    scales = symmetric_scales(work, hessian.diagonal(), group, dtype)
+
+    def nearest_int4(column: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        value = (column / scale).round_().clamp_(-8, 7)
+        return (value + 8).to(torch.uint8), value * scale
+
+    values = _in_order(work, hessian, scales, group or weight.shape[1], nearest_int4)
+    return Stored("int4", values, scales, None, group, None, name)
+
+
+def gptq_fp8(weight: Tensor, hessian: Tensor, name: str) -> Stored:
+    """The same onto e4m3, with a scale for each row."""
+    work, hessian = _used(weight, hessian)
+    scales = (work.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=1e-10)
+
+    def nearest_fp8(column: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        value = (column / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        return value.view(torch.uint8), value.float() * scale
+
+    return Stored("fp8", _in_order(work, hessian, scales, weight.shape[1], nearest_fp8), scales, None, 0, None, name)
+
+
+def _used(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as copies in float32, where inputs that never came have no weight."""
     work, hessian = weight.float().clone(), hessian.clone()
-    diagonal = hessian.diagonal()
-    unused = diagonal == 0
-    diagonal[unused] = 1.0
+    unused = hessian.diagonal() == 0
+    hessian.diagonal()[unused] = 1.0
     work[:, unused] = 0.0
-    scales = symmetric_scales(work, diagonal, group, dtype)
+    return work, hessian
+
+
+def _in_order(
+    work: Tensor, hessian: Tensor, scales: Tensor, group: int, rounding: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """uint8[N, K]: columns of `work` rounded from the most important on. rounding: a column and its scales to stored values, and theirs."""
+    rows, columns = work.shape
+    diagonal = hessian.diagonal().clone()
     order = diagonal.argsort(descending=True)
     work, hessian = work[:, order], hessian[order][:, order]
     hessian.diagonal().add_(_DAMP * float(diagonal.mean()))
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-    own = scales[:, order // (group or columns)]
-    values = torch.empty((rows, columns), dtype=torch.uint8, device=weight.device)
+    own = scales[:, order // group]
+    values = torch.empty((rows, columns), dtype=torch.uint8, device=work.device)
     for first in range(0, columns, _BLOCK):
         last = min(first + _BLOCK, columns)
-        errors = torch.empty((rows, last - first), device=weight.device)
+        errors = torch.empty((rows, last - first), device=work.device)
         for column in range(first, last):
-            scale = own[:, column]
-            value = (work[:, column] / scale).round_().clamp_(-8, 7)
-            values[:, column] = (value + 8).to(torch.uint8)
-            error = (work[:, column] - value * scale) / inverse[column, column]
+            values[:, column], meant = rounding(work[:, column], own[:, column])
+            error = (work[:, column] - meant) / inverse[column, column]
             work[:, column:last] -= error.unsqueeze(1) * inverse[column, column:last]
             errors[:, column - first] = error
         work[:, last:] -= errors @ inverse[first:last, last:]
-    return Stored("int4", values[:, order.argsort()].contiguous(), scales, None, group, None, name)
+    return values[:, order.argsort()].contiguous()
 
 
 def asymmetric(weight: Tensor, group: int, name: str) -> Stored:

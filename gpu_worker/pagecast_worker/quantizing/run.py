@@ -26,6 +26,7 @@ from pagecast_worker.quantizing.calibration import Calibration, Inputs
 from pagecast_worker.quantizing.folder import OutFolder, Shard, config_of
 
 CALIBRATED = ("awq", "gptq")
+"""Methods that need calibration tokens; fp8 uses them where there are any."""
 Report = Callable[[int, int, str], None]
 
 
@@ -40,6 +41,11 @@ class Job:
     sequences: list[list[int]]
     device: torch.device
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the model has to be run."""
+        return self.method in CALIBRATED or bool(self.sequences)
+
     def what(self, identity: str) -> dict[str, Any]:
         digest = hashlib.sha256(repr(self.sequences).encode()).hexdigest()
         return {"model": identity, "method": self.method, "group_size": self.group, "calibration": digest}
@@ -52,10 +58,10 @@ def quantize(job: Job, report: Report) -> None:
     assert not isinstance(checkpoint, RandomWeights)
     if checkpoint.scheme is not None:
         raise LoadError(f"{job.model}: is quantized already ({checkpoint.scheme.name})")
-    if job.method in CALIBRATED and checkpoint.config.latent is not None:
-        raise LoadError(f"to must be rtn-int4 or fp8 for a model with latent attention, got {job.method}")
+    if job.calibrated and checkpoint.config.latent is not None:
+        raise LoadError(f"{job.model}: a model with latent attention can be rounded (rtn-int4, fp8), but not be calibrated")
     dtype = torch.float32 if job.device.type == "cpu" else torch.bfloat16
-    if job.method in CALIBRATED:
+    if job.calibrated:
         model = load_model(config, checkpoint, Ranks(), job.device, dtype, lambda progress: report(0, 1, "reading the model")).model
     else:
         names = architecture(checkpoint.config.architecture).names
@@ -92,7 +98,7 @@ class _Run:
         if self._out.read(0) is None:
             self._out.write(0, {source.name: self._plain(self._whole(source)) for source in self._rest})
         calibration = None
-        if job.method in CALIBRATED:
+        if job.calibrated:
             calibration = Calibration(self._model, _operators(job.device, self._model.dtype), job.sequences)
         for index, sources in self._layers.items():
             report(index + 1, total, f"layer {index + 1} of {len(self._layers)}")
@@ -116,7 +122,7 @@ class _Run:
         blocks = [product.layer.weight for product in products_of(layer)]
         wanted = {id(weight): weight for weight in blocks if isinstance(weight, Tensor)}
         found = {s.name: wanted[id(s.parameter)] for s in sources if id(s.parameter) in wanted and len(s.shape) == 2}
-        if isinstance(layer.feed_forward, Experts) and self._job.method not in CALIBRATED:
+        if isinstance(layer.feed_forward, Experts) and not self._job.calibrated:
             found |= {s.name: s.parameter for s in sources if ".experts." in s.name and len(s.shape) == 2}
         for name, weight in found.items():
             rows = next(s.shape[0] for s in sources if s.name == name)
@@ -138,6 +144,8 @@ class _Run:
         if job.method == "awq":
             self._scale(layer, whole, given)
             return {name: rounding.asymmetric(whole.pop(name).float(), job.group, name) for name in weights}, whole
+        if job.method == "fp8":
+            return {name: rounding.gptq_fp8(whole.pop(name), given[name].hessian, name) for name in weights}, whole
         made = {name: rounding.gptq(whole.pop(name), given[name].hessian, job.group, self._dtype, name) for name in weights}
         return made, whole
 
