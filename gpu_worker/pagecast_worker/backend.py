@@ -90,16 +90,12 @@ def device_named(name: str, rank: int | None = None) -> torch.device:
 
 def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
-    from pagecast_kernels import reference, triton_ops
-    from pagecast_kernels.gemv import gemv, gemv_add, norm_gemv, norm_gemv_silu_mul
+    from pagecast_kernels import products, triton_ops
+    from pagecast_kernels.gemv import gemv_add, norm_gemv, norm_gemv_silu_mul
 
     scratch = _scratch(config, model, device)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
-        if x.shape[0] == 1 and x.dtype != torch.float32 and x.shape[1] % 8 == 0:
-            return gemv(x, weight, bias)
-        return reference.linear(x, weight, bias)
+    linear = products.linear
 
     def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
         return triton_ops.silu_mul(linear(x, weight))
