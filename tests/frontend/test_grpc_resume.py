@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer
 from pagecast_wire.control import Attach, CancelReport, CancelRequests, Leave
-from pagecast_wire.intake import Abort, Pause, Rejected, RejectReason, StopAt, Submit
+from pagecast_wire.intake import Abort, Pause, Rejected, RejectReason, ServingState, StopAt, Submit
 
 __all__ = ["run_dir"]
 TEXT = ByteTokenizer(512)
@@ -263,3 +263,14 @@ async def test_output_gathers_for_the_flush_interval_but_the_end_does_not_wait(r
     assert await call.read() is grpc.aio.EOF
     trailer = dict(await call.trailing_metadata())["server-timing"]
     assert [part.split(";")[0] for part in trailer.split(", ")] == ["queue", "prefill", "decode", "total"]
+
+
+async def test_a_stalled_engine_is_told_of_at_once_and_so_is_its_return(rig: Rig) -> None:
+    call, submit = await begun(rig, [7])
+    await rig.scheduler.set_state(ServingState.STALLED)
+    assert (await call.read()).event.progress.phase == pb.PHASE_STALLED
+    await rig.scheduler.set_state(ServingState.SERVING)
+    assert (await call.read()).event.progress.phase == pb.PHASE_DECODING
+    await rig.scheduler.tokens(submit.key, 1, [8], finished(submit.key, 2))
+    ids, _, _ = await collect(call)
+    assert ids == [8]

@@ -375,8 +375,9 @@ class EngineClient:
                 self._socket.send(encode(FrontendPing(slot=self._slot)), zmq.NOBLOCK)
             except zmq.Again:
                 pass
+        is_stalled = self.welcome is not None and (not self.is_connected or self.state is ServingState.STALLED)
         for stream in list(self.calls):
-            stream.watch(now, self._slow_consumer_timeout_s)
+            stream.watch(now, self._slow_consumer_timeout_s, is_stalled)
         if self.welcome is not None and now - self._last_heard > LOST_AFTER_S:
             self.fail_all(Reason.SCHEDULER_LOST)
         self.on_change()

@@ -58,6 +58,7 @@ class Reason(Enum):
     NUMERIC_FAULT = (_CODE.INTERNAL, "the model produced no valid number for this request")
     POISON_REQUEST = (_CODE.INTERNAL, "the request repeatedly brought a worker down")
     CONSTRAINT_FAILED = (_CODE.INVALID_ARGUMENT, "the request's constraint or token rules cannot be followed")
+    CONSTRAINT_TIMEOUT = (_CODE.INTERNAL, "the constraint could not be compiled in time")
     BUG = (_CODE.INTERNAL, "internal error")
 
     @property
@@ -212,6 +213,8 @@ def of_finished(finished: Finished, is_constrained: bool) -> Refusal:
     refusal = Refusal(OF_FINISH[finished.reason])
     if finished.reason is FinishReason.CONSTRAINT_FAILED:
         fault = ConstraintFault(finished.constraint_fault)
+        if fault is ConstraintFault.TIMED_OUT:
+            refusal.reason = Reason.CONSTRAINT_TIMEOUT
         if is_constrained:
             refusal.violations = (Violation("spec.constraint", _FAULTS.get(fault, "cannot be followed")),)
         else:

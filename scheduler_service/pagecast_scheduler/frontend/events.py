@@ -172,6 +172,8 @@ class EventWriter:
         phase = known.phase if stream.progress else pb.PHASE_QUEUED
         if stream.num_emitted and phase in (pb.PHASE_QUEUED, pb.PHASE_PREFILLING):
             phase = pb.PHASE_DECODING
+        if stream.is_stalled:
+            phase = pb.PHASE_STALLED
         event = pb.ProgressEvent(
             phase=phase,  # type: ignore[arg-type]
             queue_position=known.queue_position if stream.progress else stream.queue_position or 0,

@@ -120,6 +120,7 @@ class RequestStream:
         self._ended: set[int] = set()
         self.prompt_records = None if attach_to is not None else prompt_records_of(request)
         self.is_progress_due = False
+        self.is_stalled = False  # the engine makes no progress with anything
         self.started = time.monotonic()
         self.last_write = self.started
         self.writing_since: float | None = None
@@ -322,8 +323,13 @@ class RequestStream:
             self._is_paused = False
             self._send(Pause(key=self.key, paused=False))
 
-    def watch(self, now: float, slow_consumer_timeout_s: float) -> None:
-        """Periodic check: a quiet stream owes a progress event, a stuck reader loses its stream."""
+    def watch(self, now: float, slow_consumer_timeout_s: float, is_stalled: bool) -> None:
+        """Periodic check: a quiet stream owes a progress event, a stuck reader loses its stream; a stalled engine is told of at once."""
+        if is_stalled != self.is_stalled:
+            self.is_stalled = is_stalled
+            if self.queue_position is not None:
+                self.is_progress_due = True
+                self._wake()
         if self.writing_since is not None:
             if now - self.writing_since > slow_consumer_timeout_s:
                 self.fail(Refusal(Reason.SLOW_CONSUMER))
