@@ -1,7 +1,9 @@
 """docker-compose.yml: valid by the Compose schema, locked down, and its commands do run and heal as processes."""
 
+import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ def schema_check(content: dict[str, Any]) -> None:
     PyCompose.from_yaml(yaml.safe_dump({key: value for key, value in content.items() if not key.startswith("x-")}))
 
 
-@pytest.mark.parametrize("path", [FILE, ROOT / "deploy/docker-compose.gpu.yml"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [FILE, *sorted((ROOT / "deploy").glob("docker-compose.*.yml"))], ids=lambda path: path.name)
 def test_the_file_follows_the_compose_schema(path: Path) -> None:
     schema_check(yaml.safe_load(path.read_text()))
 
@@ -50,6 +52,53 @@ def test_every_role_is_locked_down_watched_and_restarted() -> None:
     stages = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
     assert {service["build"]["target"] for service in SERVICES.values()} <= set(stages)
     assert (ROOT / "deploy/Dockerfile").read_text().count("USER 10001:10001") == 3
+
+
+def test_ranks_have_a_network_and_keys_of_their_own() -> None:
+    content = yaml.safe_load((ROOT / "deploy/docker-compose.ranks.yml").read_text())
+    services = content["services"]
+    assert set(services) == {"scheduler", "worker-0", "worker-1", "frontend"} and content["networks"] == {"ranks": {"internal": True}}
+    for name, service in services.items():
+        assert service["user"] == "10001:10001" and service["read_only"] is True and service["cap_drop"] == ["ALL"]
+        assert service["restart"] == "unless-stopped" and service["healthcheck"]["test"][:2] == ["CMD", "pagecast"]
+        assert name == "scheduler" or service["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
+    secrets = {name: [secret["source"] for secret in service.get("secrets", ())] for name, service in services.items()}
+    assert secrets == {"scheduler": ["scheduler_key"], "worker-0": ["rank_key"], "worker-1": ["rank_key"], "frontend": []}
+    assert [services[f"worker-{rank}"]["command"][4] for rank in range(2)] == ["0", "1"]
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_ranks_serve_as_processes(tmp_path: Path) -> None:
+    """With the oracle, on this host's loopback, as compose would start them."""
+    services = yaml.safe_load((ROOT / "deploy/docker-compose.ranks.yml").read_text())["services"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    keys, oracle = tmp_path / "keys", ["--executor", "oracle", "--num-blocks", "64"]
+    assert subprocess.run([*PAGECAST, "keys", str(keys)], capture_output=True, timeout=LIMIT_S).returncode == 0
+    extra = {"worker-0": oracle, "worker-1": oracle, "scheduler": [], "frontend": ["--port", "0", "--drain-announce-s", "0"]}
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, service in services.items():
+            folder = tmp_path / (name if name.startswith("worker") else "run")
+            folder.mkdir(mode=0o700, exist_ok=True)
+            words = [re.sub(r"\$\{PAGECAST_MODEL.*\}", "", word).replace("/run/pagecast", str(folder)) for word in service["command"]]
+            places = {"PAGECAST_HEAD": head, "PAGECAST_WIRE_KEYS": str(keys)}
+            given = {key: places.get(key, value) for key, value in service.get("environment", {}).items()}
+            running[name] = subprocess.Popen([*PAGECAST, *words, *extra[name]], env=os.environ | given)
+        address, end = tmp_path / "run/frontend-0.address", time.monotonic() + 2 * LIMIT_S
+        while not (address.exists() and (tmp_path / "run/frontend-0.serving").exists()):
+            assert time.monotonic() < end and all(process.poll() is None for process in running.values())
+            time.sleep(0.1)
+        check = services["worker-0"]["healthcheck"]["test"][2:-1]
+        assert subprocess.run([*PAGECAST, *check, head], capture_output=True, timeout=LIMIT_S).returncode == 0
+        assert subprocess.run([*PAGECAST, *check, "127.0.0.1:1"], capture_output=True, timeout=LIMIT_S).returncode == 1
+        with Client("127.0.0.1:" + address.read_text().strip().rpartition(":")[2]) as client:
+            assert len(client.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True)).token_ids) == 8
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
 
 
 class Host:

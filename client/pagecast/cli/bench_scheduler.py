@@ -26,6 +26,7 @@ PROMPT = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
+    parser.add_argument("--ranks", type=int, default=8, help="oracle ranks of the measured link; 0 leaves it out (default: 8)")
     parser.add_argument("--nano-vllm", metavar="FOLDER", help="a checkout of GeeeekExplorer/nano-vllm to measure in the same run")
     parser.add_argument("--results", metavar="FOLDER", help="also write a result file for `pagecast bench report` there")
 
@@ -43,6 +44,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"admit a request of {PROMPT} prompt tokens, no hit: {report['admit_us']:.1f} µs")
     report["prefix_lookup_8k_us"] = round(min(_lookup_round() for _ in range(ROUNDS)), 1)
     print(f"prefix-cache lookup of 8192 tokens, all hits, hashes included: {report['prefix_lookup_8k_us']:.1f} µs")
+    for ranks in sorted({1, args.ranks}) if args.ranks else ():
+        from pagecast.bench import rank_link
+
+        figures = rank_link.measure(ranks)
+        report |= {f"ranks{ranks}_{name}": round(figure, 1) for name, figure in figures.items()}
+        print(f"a step of {rank_link.RUNNING} decodes over {ranks} rank(s): {rank_link.described(figures)}")
     if args.nano_vllm:
         theirs = min(_nano_round(Path(args.nano_vllm), 256) for _ in range(ROUNDS))
         ratio = theirs / report["decode_step_us"]["256"]

@@ -13,12 +13,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_target(parser, timeout=5.0)
     parser.add_argument("--check", action="store_true", help="health alone, for health checks and scripts")
     parser.add_argument("--run-dir", metavar="FOLDER", help="ask instead whether a scheduler listens in this run directory")
+    parser.add_argument("--head", metavar="HOST:PORT", help="ask instead whether a scheduler listens there for ranks of other hosts")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.run_dir is not None:
         listens = _scheduler_listens(args.run_dir, args.timeout)
+        print("SERVING" if listens else "NOT_SERVING")
+        return 0 if listens else 1
+    if args.head is not None:
+        listens = _head_listens(args.head, args.timeout)
         print("SERVING" if listens else "NOT_SERVING")
         return 0 if listens else 1
     with arguments.connect(args) as client:
@@ -49,6 +54,15 @@ def _scheduler_listens(run_dir: str, timeout: float) -> bool:
         except OSError:
             return False
     return True
+
+
+def _head_listens(head: str, timeout: float) -> bool:
+    host, _, port = head.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=timeout):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
 
 
 def _model_lines(model: Model) -> list[str]:

@@ -64,7 +64,8 @@ class Router:
             self.socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
         self._direction = direction
         self.num_dropped = 0
-        self.num_received = 0
+        self.num_received = self.num_sent = 0
+        self.bytes_received = self.bytes_sent = 0  # of messages, without ZeroMQ's frames
 
     def receive(self) -> Iterator[tuple[bytes, Any]]:
         """Up to MAX_DRAIN waiting messages as (identity, struct or ForeignHello), without waiting."""
@@ -74,6 +75,7 @@ class Router:
             except zmq.Again:
                 return
             self.num_received += 1
+            self.bytes_received += len(frames[-1])
             message = self._decode(frames)
             if message is None:
                 self.num_dropped += 1
@@ -102,6 +104,8 @@ class Router:
             if error.errno == zmq.EHOSTUNREACH:
                 return "gone"
             raise
+        self.num_sent += 1
+        self.bytes_sent += len(data)
         return "sent"
 
     def close(self) -> None:

@@ -44,6 +44,8 @@ class Metrics:
         self._dropped = Counter("pagecast_messages_dropped", "Messages that were not ours or not allowed", registry=registry)
         self._resent = Counter("pagecast_plans_resent", "Step plans sent again", registry=registry)
         self._refused = Counter("pagecast_hellos_refused", "Hellos refused, by kind of peer", ["peer"], registry=registry)
+        self._rank_messages = Counter("pagecast_rank_messages", "Messages between scheduler and ranks", ["direction"], registry=registry)
+        self._rank_bytes = Counter("pagecast_rank_bytes", "Bytes of messages between scheduler and ranks", ["direction"], registry=registry)
         self._finished = Counter("pagecast_sequences_finished", "Ended sequences by finish reason", ["reason"], registry=registry)
         for reason in FinishReason:
             self._finished.labels(reason.name)
@@ -69,6 +71,11 @@ class Metrics:
         self._raise(self._resent, "resent", group.num_resent)
         self._raise(self._refused.labels("worker"), "refused_workers", group.num_refused)
         self._raise(self._refused.labels("frontend"), "refused_frontends", frontends.num_refused)
+        for direction, messages, size in (
+            ("sent", group.router.num_sent, group.router.bytes_sent), ("received", group.router.num_received, group.router.bytes_received),
+        ):  # fmt: skip
+            self._raise(self._rank_messages.labels(direction), f"rank_messages_{direction}", messages)
+            self._raise(self._rank_bytes.labels(direction), f"rank_bytes_{direction}", size)
         if limits is not None:
             self._cache_config.info({"block_size": str(limits.block_size), "num_blocks": str(limits.num_blocks)})
 
