@@ -8,10 +8,12 @@ from safetensors.torch import load_file, save_file
 from worker.family_model import PROMPT, Forward, executor_for, write_family
 
 from pagecast_kernels.quantized_weights import round_to_nearest
+from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading import stored
+from pagecast_worker.loading.load import load_model, open_checkpoint
 from pagecast_worker.loading.schemes import Scheme, read_scheme
-from pagecast_worker.parallel import Part
+from pagecast_worker.parallel import Part, Ranks
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -156,6 +158,39 @@ def test_splits_take_whole_groups_or_are_refused_by_name():
     assert torch.equal(ordered.part(Part(0, 8, 16)).dense(torch.float32), ordered.dense(torch.float32)[8:])
     with pytest.raises(LoadError, match=r"tensor_parallel_size must be 1: the columns of model.layers.0.mlp.down_proj"):
         ordered.part(Part(1, 0, 128))
+
+
+def load_rank(folder, rank: int, size: int, **options):
+    """One rank's model, without the others."""
+    config = WorkerConfig(run_dir="/unused", model=str(folder), rank=rank, tensor_parallel_size=size, device="cpu", **options)
+    device = torch.device("cpu")
+    return load_model(config, open_checkpoint(config, device), Ranks(rank, size), device, torch.float32, lambda progress: None).model
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq int8", "fp8 blocks"])
+def test_every_rank_holds_its_part_of_a_quantized_checkpoint(name, tmp_path):
+    folder, source = write_quantized(tmp_path, *FORMATS[name])
+    if name == "gptq int8":  # groups of 128 do not end where the 128 columns of o are cut in two
+        with pytest.raises(LoadError, match=r"whole groups of 128 columns of model.layers.0.self_attn.o_proj, got 64"):
+            load_rank(folder, 0, 2)
+        return
+    if name == "fp8 blocks":
+        with pytest.raises(LoadError, match=r"whole groups of 128 columns"):
+            load_rank(folder, 1, 2)
+        return
+    for rank in range(2):
+        for own, want in zip(load_rank(folder, rank, 2).layers, load_rank(source, rank, 2).layers, strict=True):
+            for pick in (
+                lambda layer: layer.attention.qkv, lambda layer: layer.attention.output, lambda layer: layer.feed_forward.gate_up,
+                lambda layer: layer.feed_forward.down,
+            ):
+                torch.testing.assert_close(pick(own).weight, pick(want).weight, rtol=0, atol=1e-6)
+
+
+def test_columns_ordered_by_activation_are_not_split(tmp_path):
+    folder, _ = write_quantized(tmp_path, *FORMATS["gptq act-order"])
+    with pytest.raises(LoadError, match=r"tensor_parallel_size must be 1: the columns of model.layers.0.self_attn.o_proj"):
+        load_rank(folder, 0, 2)
 
 
 @pytest.mark.parametrize("method", ["fp8", "int4"])
