@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagecast.bench import load, results, workloads
+from pagecast.bench import figures, load, results, workloads
 from pagecast.bench.engines import shifted
 from pagecast.cli import bench_report, bench_serve, bench_throughput
 
@@ -58,7 +58,7 @@ def test_report_is_red_while_a_bar_is_missed_or_unmeasured(tmp_path: Path, value
     targets.write_text('[[target]]\ngroup = "g"\nid = "x"\nmetric = "m.x"\nbar = 10\ngoal = 20\ndirection = "min"\n')
     if value is not None:
         results.write(str(tmp_path / "results"), "x", {"m.x": value}, {})
-    args = argparse.Namespace(targets=str(targets), results=str(tmp_path / "results"), group=None, write=True)
+    args = argparse.Namespace(targets=str(targets), results=str(tmp_path / "results"), group=None, write=True, plot=None, dollars_per_hour=None)
     assert bench_report.run(args) == code
     recorded = tomllib.loads(targets.read_text())["target"][0]
     assert recorded.get("reached") == value
@@ -83,3 +83,18 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
 def test_result_files_say_how_to_run_them_again(tmp_path: Path) -> None:
     record = json.loads(results.write(str(tmp_path), "n", {"a": 1.0}, {}).read_text())
     assert {"command", "date", "machine", "versions", "metrics"} <= record.keys()
+
+
+def test_a_million_tokens_cost_what_the_gpu_does_meanwhile() -> None:
+    assert figures.dollars_per_million(1000.0, 3.6) == pytest.approx(1.0)
+
+
+def test_comparisons_prefer_a_peer_of_the_same_run(tmp_path: Path) -> None:
+    anchors = {"llama8b": {"decode": {"out_tok_s": 100.0}, "chat": {"out_tok_s": 50.0}}}
+    alone = {"metrics": {"throughput.llama8b.decode.pagecast.out_tok_s": 150.0, "throughput.llama8b.chat.pagecast.out_tok_s": 60.0}}
+    beside = {"metrics": {"throughput.llama8b.chat.pagecast.out_tok_s": 70.0, "throughput.llama8b.chat.vllm.out_tok_s": 35.0}}
+    rows = {row.workload: row for row in figures.comparisons([alone, beside], anchors)}
+    assert (rows["decode"].ratio, rows["decode"].same_run) == (1.5, False)
+    assert (rows["chat"].ratio, rows["chat"].same_run) == (2.0, True)
+    drawing = figures.picture(list(rows.values()))
+    assert drawing.count("<rect") == 3 and "2.00" in drawing

@@ -4,11 +4,12 @@ Exits non-zero while a bar is missed or was never measured. `--write` records re
 """
 
 import argparse
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from pagecast.bench import results
+from pagecast.bench import figures, results
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results")
     parser.add_argument("--group", help="only targets of this group")
     parser.add_argument("--write", action="store_true", help="record what was reached in the targets file")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (SVG) of the workloads beside vLLM")
+    parser.add_argument("--dollars-per-hour", type=float, help="price of the GPU: also say what a million tokens cost")
+    parser.add_argument("--anchors", default="benchmarks/anchors.json", help="vLLM's figures where it did not run along")
 
 
 def reached(target: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -39,6 +43,20 @@ def write_back(path: Path, found: dict[str, dict[str, Any]]) -> None:
     for table in document["target"]:
         table.update(found.get(table["id"], {}))
     path.write_text(tomlkit.dumps(document))
+
+
+def compare(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    """The picture, and what tokens cost, of the newest results."""
+    rows = figures.comparisons(records, json.loads(Path(args.anchors).read_text()))
+    if args.plot:
+        Path(args.plot).write_text(figures.picture(rows))
+        print(f"written to {args.plot}")
+    for row in rows if args.dollars_per_hour else ():
+        if row.unit == "req_s":
+            continue
+        kind = "output tokens" if row.unit == "out_tok_s" else "tokens"
+        ours, peer = (figures.dollars_per_million(rate, args.dollars_per_hour) for rate in (row.ours, row.peer))
+        print(f"{row.shape} {row.workload}: {row.ours:,.0f} {kind}/s, ${ours:.3f} a million; vLLM ${peer:.3f}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,4 +87,6 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         write_back(Path(args.targets), found)
     print(f"{missed} of {table.row_count} targets missed or not measured")
+    if args.plot or args.dollars_per_hour:
+        compare(args, records)
     return 1 if missed else 0
