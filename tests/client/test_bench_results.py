@@ -58,7 +58,8 @@ def test_report_is_red_while_a_bar_is_missed_or_unmeasured(tmp_path: Path, value
     targets.write_text('[[target]]\ngroup = "g"\nid = "x"\nmetric = "m.x"\nbar = 10\ngoal = 20\ndirection = "min"\n')
     if value is not None:
         results.write(str(tmp_path / "results"), "x", {"m.x": value}, {})
-    args = argparse.Namespace(targets=str(targets), results=str(tmp_path / "results"), group=None, write=True, plot=None, dollars_per_hour=None)
+    files = {"targets": str(targets), "results": str(tmp_path / "results")}
+    args = argparse.Namespace(**files, group=None, write=True, plot=None, dollars_per_hour=None)
     assert bench_report.run(args) == code
     recorded = tomllib.loads(targets.read_text())["target"][0]
     assert recorded.get("reached") == value
