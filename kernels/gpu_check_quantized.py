@@ -1,0 +1,100 @@
+"""Quantized operators on a GPU against float64.
+
+    PYTHONPATH=kernels:tests python kernels/gpu_check_quantized.py
+
+Products of every kind of packed weight, of 8-bit rows, rows that are quantized where they are made, and attention over a cache of e4m3.
+Prints what is wrong; exits 1 if anything is.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import torch
+from gpu_check import report
+from ops import paged_case
+
+from pagecast_kernels import decode, prefill, quantized_products, quantized_rows, reference, scaled_products
+from pagecast_kernels import quantized_weights as weights
+from pagecast_kernels import reference_quantized as twin
+from pagecast_kernels.quantized_products import ProductConfig
+
+FP8 = torch.float8_e4m3fn
+
+
+def check_packed() -> Iterator[tuple[str, float]]:
+    """Groups, zero points, both 16-bit types, even and odd shapes, pairs, and sums split over programs."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    kinds: tuple[weights.Kind, ...] = ("int4", "int8", "fp8")
+    shapes = ((512, 1024, 1), (320, 576, 33))
+    for kind, group, zeros, (rows, columns, count) in itertools.product(kinds, (32, 64, 128, 0), (False, True), shapes):
+        if (kind == "fp8" and zeros) or columns % max(group, 1):
+            continue
+        top, groups = (16 if kind == "int4" else 256), columns // group if group else 1
+        values = torch.randint(0, top, (rows, columns), device="cuda", generator=generator).to(torch.uint8)
+        if kind == "fp8":
+            values = torch.randn(rows, columns, device="cuda", generator=generator).mul(50).clamp(-448, 448).to(FP8).view(torch.uint8)
+        scales = torch.rand(rows, groups, device="cuda", generator=generator) * 0.01 + 0.001
+        zero = torch.randint(0, top, (rows, groups), device="cuda", generator=generator) if zeros else None
+        paired = count == 1 and group == 128
+        weight = weights.pack(kind, values, scales, zero, group, paired)
+        exact = weights.dequantized(weight, torch.float64)
+        name = f"packed {kind} g{group} zeros {zeros} {rows}x{columns}"
+        restored = quantized_products.unpack_weight(weight, torch.empty((rows, columns), device="cuda"))
+        yield f"unpack {name}", float((restored != weights.dequantized(weight, torch.float32)).any())
+        for dtype, splits in itertools.product((torch.bfloat16, torch.float16), (1, 3)):
+            x = torch.randn(count, columns, device="cuda", generator=generator).to(dtype)
+            want = x.double() @ exact.T
+            want = reference.silu_mul(want) if paired else want
+            got = quantized_products.packed_product(x, weight, gated=paired, config=ProductConfig(16, 1, splits, 3))
+            yield f"{name} {dtype} splits {splits}", paged_case.relative_error(got, want)
+
+
+def check_scaled() -> Iterator[tuple[str, float]]:
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    for dtype, count in itertools.product((FP8, torch.int8), (1, 40, 128)):
+        x, residual = (torch.randn(count, 1024, device="cuda", generator=generator).bfloat16() for _ in range(2))
+        gamma = torch.rand(1024, device="cuda", generator=generator).bfloat16()
+        kept, rows = residual.clone(), quantized_rows
+        for name, got, want in (
+            ("quantize_rows", rows.quantize_rows(x, dtype), twin.quantize_rows(x, dtype)),
+            ("silu_mul_quantized", rows.silu_mul_quantized(x, dtype), twin.silu_mul_quantized(x, dtype)),
+            ("rms_norm_quantized", rows.rms_norm_quantized(x, gamma, 1e-5, dtype), twin.rms_norm_quantized(x, gamma, 1e-5, dtype)),
+            (
+                "add_rms_norm_quantized", rows.add_rms_norm_quantized(x, residual, gamma, 1e-5, dtype),
+                twin.add_rms_norm_quantized(x, kept, gamma, 1e-5, dtype),
+            ),
+        ):  # fmt: skip
+            meant = [value.float() * scale.unsqueeze(1) for value, scale in (got, want)]
+            yield f"{name} {dtype} {count}", paged_case.relative_error(*meant) / 4  # some values fall to the other neighbour
+        values, scales = twin.quantize_rows(x, dtype)
+        weight, own = twin.quantize_rows(torch.randn(512, 1024, device="cuda", generator=generator), dtype)
+        exact = (values.double() @ weight.double().T) * scales.double()[:, None] * own.double()
+        for config in (None, ProductConfig(16, 1, 2, 3), ProductConfig(64, 2, 1, 3)):
+            got = scaled_products.scaled_product(values, scales, weight, own, dtype=torch.bfloat16, config=config)
+            yield f"scaled_product {dtype} {count} {config}", paged_case.relative_error(got, exact)
+
+
+def check_cache() -> Iterator[tuple[str, float]]:
+    lens, chunks = [1, 17, 0, 64, 900, 4000, *range(300, 340)], [900, 1, 64, 100]
+    for heads, kv_heads, dim, size in ((32, 8, 128, 16), (9, 3, 64, 32), (8, 2, 96, 16)):
+        for lengths, queries in ((lens, [1] * len(lens)), ([900, 5, 64, 333], chunks)):
+            case = paged_case.make(dim, lengths, queries, heads, kv_heads, dim, size, torch.bfloat16, "cuda")
+            scale = {f"{part}_scale": torch.rand(kv_heads, device="cuda") * 0.02 + 0.01 for part in "kv"}
+            k, v = (
+                (cache.float() / own.view(1, -1, 1, 1)).clamp(-448, 448).to(FP8)
+                for cache, own in zip((case.k_cache, case.v_cache), scale.values(), strict=True)
+            )
+            q, name = case.q.double(), f"{heads}/{kv_heads} d{dim} page{size}"
+            if queries is chunks:
+                args = (k, v, case.block_table, case.rows, case.starts, case.seq_lens, dim**-0.5)
+                got = prefill.paged_prefill(case.q, *args, max_query_len=900, **scale)
+                yield f"prefill {name}", paged_case.relative_error(got, reference.paged_prefill(q, *args, max_query_len=900, **scale))
+            else:
+                args = (k, v, case.block_table, case.rows, case.seq_lens, dim**-0.5)
+                got = decode.paged_decode(case.q, *args, **scale)
+                yield f"decode {name}", paged_case.relative_error(got, reference.paged_decode(q, *args, **scale))
+
+
+if __name__ == "__main__":
+    sys.exit(bool(report([(check_packed(), 4e-3), (check_scaled(), 6e-3), (check_cache(), 8e-3)])))
