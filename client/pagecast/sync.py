@@ -184,6 +184,16 @@ class Client:
         """grpc.health.v1 status of the server, or of one service."""
         return channel.health_status(self._ask(self._health, channel.health_request(service), timeout))
 
+    @property
+    def grpc_channel(self) -> grpc.Channel:
+        """The channel, for stubs of services that this class has no method for; to be called with `metadata`."""
+        return self._channel
+
+    @property
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """What is sent with every call."""
+        return self._metadata
+
     def close(self) -> None:
         """Close the connection; calls under way are cancelled."""
         self._channel.close()

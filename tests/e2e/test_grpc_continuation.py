@@ -1,6 +1,7 @@
 """Front ends that are killed or drained while they stream: the clients go on through another, token by token; and what operators see."""
 
 import asyncio
+import dataclasses
 import signal
 import subprocess
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from e2e.cli_server import LIMIT_S, PAGECAST, Served, serve
+from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
 
 from pagecast import AsyncClient, Client, SamplingParams, types
 from pagecast.errors import Cancelled, NotFound, RequestIdInUse
@@ -55,8 +56,8 @@ def served() -> Iterator[Served]:
         yield running
 
 
-def expected(seed: int) -> list[int]:
-    return oracle_tokens(PROMPT, LENGTH, seed, vocab_size=VOCAB)
+def expected(seed: int, sequence: int = 0) -> list[int]:
+    return oracle_tokens(PROMPT, LENGTH, seed, sequence, vocab_size=VOCAB)
 
 
 def sampling(seed: int, n: int = LENGTH) -> SamplingParams:
@@ -67,31 +68,32 @@ def sampling(seed: int, n: int = LENGTH) -> SamplingParams:
 def test_a_stream_goes_on_through_another_front_end(served: Served, number: signal.Signals) -> None:
     seed = int(number)
     with second_frontend(served) as (process, other), Client([other, served.address]) as client:
-        streams = [client.stream(PROMPT, sampling(seed + i)) for i in range(4)]  # round robin: two on each
-        got: list[list[int]] = [[] for _ in streams]
-        texts = ["" for _ in streams]
+        chosen = [dataclasses.replace(sampling(seed + i), n=2 if i > 1 else None) for i in range(4)]
+        streams = [client.stream(PROMPT, each) for each in chosen]  # round robin: two on each front end
+        got: list[dict[int, list[int]]] = [{} for _ in streams]
         events: list[list[Any]] = [[] for _ in streams]
 
         def read(at: int) -> None:
             for event in streams[at]:
                 events[at].append(event)
                 if isinstance(event, types.Tokens):
-                    assert event.first_token_offset == len(got[at])
-                    got[at] += event.token_ids
-                    texts[at] += event.text
+                    ids = got[at].setdefault(event.sequence_index, [])
+                    assert event.first_token_offset == len(ids)
+                    ids += event.token_ids
 
         readers = [threading.Thread(target=read, args=(at,)) for at in range(len(streams))]
         for reader in readers:
             reader.start()
-        while not all(len(ids) > 20 for ids in got):
+        while not all([len(ids) > 20 for ids in list(outputs.values())] == [True] * (each.n or 1) for outputs, each in zip(got, chosen)):
             time.sleep(0.01)
         process.send_signal(number)
         for reader in readers:
             reader.join(LIMIT_S)
-    for at, ids in enumerate(got):
-        assert ids == expected(seed + at)
+    for at, outputs in enumerate(got):
+        assert outputs == {index: expected(seed + at, index) for index in range(chosen[at].n or 1)}
         assert [event.seq for event in events[at]] == list(range(1, len(events[at]) + 1))
         assert isinstance(events[at][-1], types.Completed) and sum(isinstance(e, types.Accepted) for e in events[at]) == 1
+        assert sum(isinstance(e, types.SequenceFinished) for e in events[at]) == len(outputs)
 
 
 def test_a_stream_waits_for_the_only_front_end_to_come_back(served: Served) -> None:
@@ -258,3 +260,17 @@ def test_admin_rpcs_are_not_on_the_public_listener(served: Served) -> None:
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
 
 
+def test_the_admin_command(served: Served) -> None:
+    def act(*words: str) -> tuple[int, str]:
+        done = pagecast("admin", *words, "--run-dir", str(run_dir_of(served)))
+        return done.returncode, done.stdout + done.stderr
+
+    with Client(served.address) as client, client.stream(PROMPT, sampling(3, 3000), request_id="seen") as stream:
+        next(stream)
+        code, text = act("requests")
+        assert code == 0 and "seen" in text and "1 open" in text
+        assert act("check")[0] == 0
+        assert act("cancel", "seen") == (0, "1 ended, 0 had ended, 0 unknown\n")
+        assert act("cancel", "nobody")[0] == 1
+        code, text = act("cancel")
+        assert code != 0 and "request_ids" in text
