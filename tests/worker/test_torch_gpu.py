@@ -6,6 +6,8 @@ from worker.plan_driver import Driver, Job
 from worker.smollm2 import GGUF, prompts
 from worker.tiny_model import write_config
 
+from pagecast_wire.codec import pack_u32, view_u32
+from pagecast_wire.plan import Admission, StartEpoch, StepPlan
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.torch_executor import TorchExecutor
@@ -189,3 +191,49 @@ def test_a_batch_invariant_row_is_the_same_in_any_company():
     assert run(invariant, jobs_of(21, 40, sampling))[0] == alone
     assert staggered(invariant, 9, sampling)[0].output == alone[:24]
     invariant.close()
+
+
+def on_one_prefix(executor: TorchExecutor, steps: int) -> list[list[int]]:
+    """Tokens of each step of 32 rows whose first four blocks are the same, computed by row 0."""
+    limit, prompt = 2048, prompts()[0]
+    shared = (prompt * 64)[:64]
+    executor.start_epoch(StartEpoch(1, NUM_BLOCKS, 16, SEQS, limit, limit))
+
+    def admission(row: int) -> Admission:
+        tokens, blocks = [*shared, *prompt[: 1 + row]], [1, 2, 3, 4, *range(10 + 8 * row, 18 + 8 * row)]
+        return Admission(
+            row=row, tokens=pack_u32(tokens), num_prompt_tokens=len(tokens), blocks=pack_u32(blocks), num_computed_tokens=64 if row else 0,
+            max_tokens=180, min_tokens=0, stop_token_ids=b"", sampling=SamplingParams(temperature=0.0),
+        )  # fmt: skip
+
+    rows = list(range(1, SEQS))
+    lengths = [len(prompt[: 1 + row]) for row in rows]
+    plans = [
+        StepPlan(
+            1, 1, admissions=(admission(0),), chunk_rows=pack_u32([0]), chunk_starts=pack_u32([0]),
+            chunk_lengths=pack_u32([64 + len(prompt[:1])]),
+        ),
+        StepPlan(
+            1, 2, admissions=tuple(map(admission, rows)), chunk_rows=pack_u32(rows), chunk_starts=pack_u32([64] * len(rows)),
+            chunk_lengths=pack_u32(lengths), paused=pack_u32([0]),
+        ),
+        *(StepPlan(1, 3 + n) for n in range(steps)),
+    ]  # fmt: skip
+    found = []
+    for plan in plans:
+        executor.submit(plan)
+        found.append(view_u32(executor.collect(wait=True).tokens).tolist())
+    return found
+
+
+def test_a_shared_prefix_read_once_gives_the_same_tokens(gpu, monkeypatch):
+    plain = on_one_prefix(gpu, 8)
+    sharing, used = gpu._graphs._sharing, []
+    monkeypatch.setattr(sharing, "_worthwhile", 1)
+    replay = gpu._graphs._replay
+    monkeypatch.setattr(gpu._graphs, "_replay", lambda size, shares: used.append(shares) or replay(size, shares))
+    once = on_one_prefix(gpu, 8)
+    assert used == [True] * 8
+    assert plain[:2] == once[:2]
+    differing = sum(a != b for a, b in zip(zip(*plain[2:], strict=True), zip(*once[2:], strict=True), strict=True))
+    assert differing <= 2  # rounding may turn a tie
