@@ -16,7 +16,7 @@ import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
 
 from pagecast import AsyncClient, Client, SamplingParams, types
-from pagecast.errors import Cancelled, NotFound, RequestIdInUse
+from pagecast.errors import Cancelled, NotFound, RequestIdInUse, Unavailable
 from pagecast.v1 import admin_pb2 as admin
 from pagecast.v1 import admin_pb2_grpc, runtime_pb2, runtime_pb2_grpc
 from pagecast_worker.oracle import oracle_tokens
@@ -274,3 +274,18 @@ def test_the_admin_command(served: Served) -> None:
         assert act("cancel", "nobody")[0] == 1
         code, text = act("cancel")
         assert code != 0 and "request_ids" in text
+
+
+def test_a_second_signal_still_says_why_streams_end() -> None:
+    with serve(*ORACLE, "--oracle-step-us", "2000", "--drain-timeout-s", "3600") as running, Client(running.address) as client:
+        stream = client.stream(PROMPT, sampling(3, 3900), resume=False, request_id="cut")
+        next(stream)
+        running.process.terminate()
+        while client.health() != "NOT_SERVING":
+            time.sleep(0.02)
+        running.process.terminate()
+        with pytest.raises(Unavailable) as caught:
+            list(stream)
+        assert caught.value.reason == "DRAIN_TIMEOUT" and caught.value.metadata["request_id"] == "cut"
+        assert caught.value.metadata["resumable"] == "true" and int(caught.value.metadata["last_seq"]) >= 1
+        assert running.process.wait(LIMIT_S) == 0

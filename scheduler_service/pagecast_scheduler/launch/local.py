@@ -60,6 +60,7 @@ class Supervisor:
         self._condemned: set[int] = set()  # pids of ranks that were killed because another one died
         self._stages: Stages | None = None
         self._stop_wanted = self._kill_wanted = False
+        self._hurry_wanted = False
         self._wake_end, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
@@ -121,7 +122,7 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop_wanted:
-            self._kill_wanted = True
+            self._hurry_wanted = True
         self._stop_wanted = True
         self._wake()
 
@@ -235,6 +236,9 @@ class Supervisor:
             self._stages = Stages.in_order()
         if self._stages is None:
             return
+        if self._hurry_wanted:
+            self._hurry_wanted = False
+            self._stages.hurry()
         if self._kill_wanted:
             self._kill_wanted = False
             self._stages.kill()

@@ -12,6 +12,9 @@ ORDER: Final[tuple[tuple[Role, ...], ...]] = (("gateway",), ("frontend",), ("sch
 then has nothing left to plan."""
 
 _AT_ONCE_GRACE_S: Final = 5.0
+_LAST_WORDS_S: Final = 2.0
+"""What front ends that are told a second time get to end their calls with a status; they need less than one."""
+_DOORS: Final[tuple[Role, ...]] = ("gateway", "frontend")
 
 
 class Stages:
@@ -23,6 +26,7 @@ class Stages:
         self._restartable = restartable
         self._grace_limit_s = grace_limit_s
         self._kill = False
+        self._hurry: tuple[Role, ...] | None = None  # whom to tell a second time; empty once they are told
         self.deadline: float | None = None
 
     @classmethod
@@ -40,12 +44,27 @@ class Stages:
         self._kill = True
         self._groups.clear()
 
+    def hurry(self) -> None:
+        """A second request to end: who answers calls is told once more, and a moment later everyone is killed."""
+        if self._hurry is None and not self._kill:
+            self._hurry = _DOORS
+            self._groups.clear()
+        else:
+            self.kill()
+
     def may_restart(self, role: Role) -> bool:
         """Whether a process of this role that dies now is needed again."""
         return role in self._restartable
 
     def next(self, alive: Sequence[RoleSpec], now: float) -> tuple[signal.Signals, tuple[str, ...]] | None:
         """The signal to send now and to whom, by name; None while nothing is due."""
+        if self._hurry:
+            told = tuple(spec.name for spec in alive if spec.role in self._hurry)
+            self._hurry, self._restartable = (), ()
+            self.deadline = now + _LAST_WORDS_S if told else now
+            return signal.SIGTERM, told
+        if self._hurry == () and (now >= (self.deadline or now) or not any(spec.role in _DOORS for spec in alive)):
+            self._hurry, self._kill = None, True
         if self._kill:
             self._kill, self.deadline, self._restartable = False, None, ()
             return signal.SIGKILL, tuple(spec.name for spec in alive)
