@@ -18,8 +18,6 @@ from pagecast_kernels import configs
 from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
 
 INTERPRETED = triton.knobs.runtime.interpret
-EARLY = False
-"""Whether launches start before the ones ahead have ended, on GPUs that can (programmatic dependent launch, Hopper)."""
 _UNPACK_4 = """{{
 .reg .b32 a, b, t;
 prmt.b32 a, $8, $9, 0x5410;
@@ -319,7 +317,7 @@ def packed_product(
         workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, config.rows * config.tiles * TILE_ROWS)
     parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
-    early = EARLY and configs.is_hopper(x.device)
+    early = configs.starts_early(x.device)
     _packed_product[grid](
         x, weight.words, weight.scales, weight.zeros, bias, out, parts, counters, rows, weight.rows, columns, x.stride(0),
         weight.scales.stride(0), column_tiles,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, quantized_products
+from pagecast_kernels import configs
 
 TOP = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
 """What a row's largest magnitude is divided by to give its scale."""
@@ -59,7 +59,7 @@ def _launch(
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        block, early = triton.next_power_of_2(width), quantized_products.EARLY and configs.is_hopper(x.device)
+        block, early = triton.next_power_of_2(width), configs.starts_early(x.device)
         _quantize_rows[(rows,)](
             x, residual, weight, out, scale, width, x.stride(0), eps, weight is not None, residual is not None, gate,
             dtype == torch.float8_e4m3fn, early, block, num_warps=configs.row_warps(block), launch_pdl=early,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, quantized_products
+from pagecast_kernels import configs
 from pagecast_kernels.quantized_products import INTERPRETED, ProductConfig, SplitWorkspace, finish_split, split_workspace
 
 LIBRARY_FROM = 65
@@ -95,7 +95,7 @@ def scaled_product(
         workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, own * config.rows)
     parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
-    early = quantized_products.EARLY and configs.is_hopper(x.device)
+    early = configs.starts_early(x.device)
     _scaled_product[grid](
         x, x_scale, weight, weight_scale, bias, out, parts, counters, rows, columns, depth,
         fp8, bias is not None, depth % 128 == 0, INTERPRETED, early, config.rows, own, 128, config.splits, config.stages,
