@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 SOAK ?= --seeds 100000
 
-.PHONY: help setup demo test lint types imports protos unit soak load mesh chaos bench clean
+.PHONY: help setup demo test lint types imports protos unit soak load mesh ray chaos bench clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -56,6 +56,10 @@ load: setup  ## a thousand streams for a minute, and a thousand stalled readers 
 
 mesh: setup  ## a minute of pings through a quiet prefill, frozen proxies, drains under Envoy, floods: what takes too long for `make test`
 	$(BIN)/python -m pytest -m mesh --durations=10
+
+ray: setup  ## ranks over a Ray cluster of two nodes on this host; installs ray
+	$(PIP) --editable '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 chaos: setup  ## real processes killed while they stream, and what must survive it
 	$(BIN)/python -m pytest tests/e2e tests/chaos -k "kill or surviv or outliv or death or heal or dead"

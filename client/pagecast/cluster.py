@@ -62,6 +62,10 @@ def check(chosen: Mapping[str, Any]) -> None:
 
 def launcher(chosen: Mapping[str, Any]) -> Launcher:
     """The launcher that these options ask for. Raises LaunchError."""
+    if chosen["launcher"] == "ray":
+        from pagecast_scheduler.launch.ray import OverRay
+
+        return OverRay(chosen["tensor_parallel_size"], chosen["device"], chosen["head"])
     if chosen["launcher"] == "static":
         return Static(chosen["nnodes"], chosen["node_rank"], chosen["head"])
     return Local()

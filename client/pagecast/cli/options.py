@@ -96,8 +96,8 @@ OPTIONS: tuple[Option, ...] = (
     # the model and its device
     Option("tensor_parallel_size", int, 1, "ranks that split the model; one worker process and one GPU each", _BATCH),
     Option("rank", int, 0, "rank of this worker", (WORKER,)),
-    Option("launcher", str, "local", "where ranks run: local, or static (this command once on each host)", (SERVE,),
-           choices=("local", "static")),
+    Option("launcher", str, "local", "where ranks run: local, static (this command once on each host), or ray", (SERVE,),
+           choices=("local", "static", "ray")),
     Option("nnodes", int, 1, "hosts of the static launcher, each with as many ranks", (SERVE,)),
     Option("node_rank", int, 0, "number of this host, for the static launcher; host 0 runs scheduler and front ends too", (SERVE,)),
     Option("head", str, None, "host:port where the scheduler listens for ranks of other hosts", _BATCH),

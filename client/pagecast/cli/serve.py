@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
             if chosen["num_frontends"] > 1 and chosen["node_rank"] == 0:
                 keepers.enter_context(cluster.hold_port(chosen["host"], chosen["port"]))
             launcher = cluster.launcher(chosen)
+            keepers.enter_context(launcher.held())
             specs = launcher.placed(cluster.role_specs(chosen, str(run_dir.path)))
             screen = Screen(str(chosen["served_model_name"]), chosen["head"])
             supervisor = Supervisor(specs, run_dir, screen.on_event, screen.on_output)

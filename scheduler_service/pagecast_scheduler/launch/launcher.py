@@ -2,6 +2,7 @@
 the scheduler repairs what a death breaks, wherever it was."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from pagecast_scheduler.launch.process import RoleSpec
@@ -14,12 +15,18 @@ class Launcher(Protocol):
     def placed(self, specs: Sequence[RoleSpec]) -> list[RoleSpec]:
         """What this host's supervisor runs for a cluster of these processes. Raises LaunchError."""
 
+    def held(self) -> AbstractContextManager[object]:
+        """What has to be held while the cluster runs. Raises LaunchError on entering."""
+
 
 class Local:
     """Every process on this host."""
 
     def placed(self, specs: Sequence[RoleSpec]) -> list[RoleSpec]:
         return list(specs)
+
+    def held(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class Static:
@@ -45,3 +52,6 @@ class Static:
         share = ranks // self._nnodes
         mine = range(self._node_rank * share, (self._node_rank + 1) * share)
         return [spec for spec in specs if (spec.index in mine if spec.role == "worker" else self._node_rank == 0)]
+
+    def held(self) -> AbstractContextManager[object]:
+        return nullcontext()
