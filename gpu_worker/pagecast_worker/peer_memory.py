@@ -19,17 +19,15 @@ def device_collectives(ranks: Ranks, device: torch.device, hidden: int, dtype: t
     """Collectives of ranks that each have a GPU of their own on this host; by NCCL alone where their memory cannot be shared.
 
     hidden: elements of a row that is normed after its sum; dtype: of what is summed. Every rank calls it at the same time."""
+    if not _reachable(ranks):
+        return ranks.collectives
     try:
-        made = PeerMemory(ranks, device, hidden, dtype) if _reachable(ranks) else None
+        made = PeerMemory(ranks, device, hidden, dtype)
     except RuntimeError as error:
         _log.warning("memory cannot be shared between GPUs", error=str(error).splitlines()[0])
-        made = None
-    if made is not None and ranks.all_agree(True):
-        _log.info("GPUs share memory for small sums", ranks=ranks.size)
-        return made
-    if made is None:
-        ranks.all_agree(False)
-    return ranks.collectives
+        return ranks.collectives
+    _log.info("GPUs share memory for small sums", ranks=ranks.size)
+    return made
 
 
 def _reachable(ranks: Ranks) -> bool:
@@ -46,7 +44,7 @@ class PeerMemory(ByTorch):
     def __init__(
         self, ranks: Ranks, device: torch.device, hidden: int, dtype: torch.dtype, limits: configs.AllReduce | None = None
     ) -> None:
-        """Raises RuntimeError where memory cannot be shared. limits: in place of the measured ones."""
+        """Raises RuntimeError, on every rank, where memory cannot be shared. limits: in place of the measured ones."""
         super().__init__(device)
         self._dtype = dtype
         self._limits = limits or configs.all_reduce(ranks.size)
@@ -75,12 +73,22 @@ class PeerMemory(ByTorch):
 
 
 def _share(ranks: Ranks, device: torch.device, width: int, places: int, dtype: torch.dtype) -> Peers:
-    """Memory that every rank can read, as a kernel takes it. Raises RuntimeError."""
+    """Memory that every rank can read, as a kernel takes it. Raises RuntimeError on every rank if any of them fails."""
+    try:
+        memory, handle = _rendezvous(device, shared_bytes(width, places, dtype.itemsize))
+    except RuntimeError:
+        ranks.all_agree(False)
+        raise
+    if not ranks.all_agree(True):  # nobody writes before all is zero
+        raise RuntimeError("another rank could not share its memory")
+    return peers_over([int(address) for address in handle.buffer_ptrs], ranks.rank, width, places, device, (memory, handle))
+
+
+def _rendezvous(device: torch.device, nbytes: int) -> tuple[Tensor, Any]:
     from torch.distributed import _symmetric_memory as symmetric
 
-    memory = symmetric.empty(shared_bytes(width, places, dtype.itemsize), dtype=torch.uint8, device=device)
+    memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(memory, dist.group.WORLD)
     memory.zero_()
     torch.cuda.synchronize(device)
-    ranks.all_agree(True)  # nobody writes before all is zero
-    return peers_over([int(address) for address in handle.buffer_ptrs], ranks.rank, width, places, device, (memory, handle))
+    return memory, handle

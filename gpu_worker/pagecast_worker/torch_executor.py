@@ -71,6 +71,8 @@ class TorchExecutor:
         """meeting: how to find the other ranks, where there are any."""
         self.config = config
         self.device = device_named(config.device, config.rank if config.tensor_parallel_size > 1 else None)
+        if self.device.index is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # before anything can make a context on another one
         self._group = Group(config, self.device, meeting) if meeting is not None and config.tensor_parallel_size > 1 else None
         self._pending: deque[_Pending] = deque()
         self._book: RowBook | None = None
