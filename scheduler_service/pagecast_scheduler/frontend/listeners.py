@@ -91,6 +91,9 @@ def transport_options(config: FrontendConfig, max_connections: int) -> list[tupl
         ("grpc.absolute_max_metadata_size", METADATA_BYTES),
         ("grpc.max_concurrent_streams", 2 * config.max_streams_per_connection),
         ("grpc.max_allowed_incoming_connections", max_connections),
+        # Calls that have come in and that our loop has not taken up yet: beyond this gRPC drops some of anybody's with CANCELLED.
+        ("grpc.server.max_pending_requests", 20_000),
+        ("grpc.server.max_pending_requests_hard_limit", 40_000),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
