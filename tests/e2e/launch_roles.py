@@ -30,6 +30,9 @@ if mode == "wrong":
     print("a first line", file=sys.stderr)
     print(f"pagecast {name}: no such model", file=sys.stderr)
     sys.exit(2)
+if mode == "fault":
+    print(f"pagecast {name}: out of shared memory", file=sys.stderr)
+    sys.exit(1)
 if mode == "crash":
     sys.exit(9)
 if mode == "stubborn":

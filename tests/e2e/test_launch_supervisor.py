@@ -87,6 +87,16 @@ def test_what_a_dead_front_end_published_is_withdrawn(tmp_path: Path, notes: Not
         assert not list((tmp_path / "run").glob("frontend-0.*"))
 
 
+def test_a_worker_that_fails_to_load_twice_is_given_up_with_its_last_word(tmp_path: Path, notes: Notes) -> None:
+    events = Events()
+    with supervisor(tmp_path, events, worker_1="fault", frontend_0="silent") as cluster:
+        with pytest.raises(LaunchError, match="out of shared memory"):
+            cluster.wait_ready(WAIT_S)
+        assert cluster.stop() == 1
+    faults = [e for e in events.all if isinstance(e, ChildExited) and e.name == "worker-1"]
+    assert [e.code for e in faults] == [1, 1] and gone(events.pids())
+
+
 def test_the_restart_budget_ends_the_cluster(tmp_path: Path, notes: Notes) -> None:
     events = Events()
     with supervisor(tmp_path, events, policy=RestartPolicy(budget=3, first_delay_s=0.01), worker_1="crash", frontend_0="silent") as cluster:

@@ -24,7 +24,10 @@ from pagecast_scheduler.launch.stages import Stages
 
 EXIT_OK: Final = 0
 EXIT_GAVE_UP: Final = 1
+EXIT_FAULT: Final = 1
+"""How a worker ends that met an error of its own."""
 EXIT_CONFIG: Final = 2
+_LOAD_ATTEMPTS: Final = 2
 _LOOK_S: Final = 0.1
 """How often files are looked at while the cluster starts; afterwards nothing is polled."""
 _DEFAULT_POLICY: Final = RestartPolicy()
@@ -58,6 +61,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._due: dict[str, float] = dict.fromkeys(self._specs, 0.0)  # when to spawn; monotonic seconds
         self._condemned: set[int] = set()  # pids of ranks that were killed because another one died
+        self._load_faults = 0  # workers that ended with an error before anything served
         self._stages: Stages | None = None
         self._stop_wanted = self._kill_wanted = False
         self._hurry_wanted = False
@@ -211,8 +215,13 @@ class Supervisor:
 
     def _cannot_start(self, spec: RoleSpec, code: int) -> bool:
         """Nothing has served yet, and this process says that it never will: as configured, or with the ranks that there are."""
+        if self._settled.is_set():
+            return False
+        if spec.role == "worker" and code == EXIT_FAULT:  # an error while it loads, however long that takes, comes again
+            self._load_faults += 1
+            return self._load_faults >= _LOAD_ATTEMPTS
         hopeless = (EXIT_CONFIG, EXIT_GAVE_UP) if spec.role == "scheduler" else (EXIT_CONFIG,)
-        return code in hopeless and not self._settled.is_set()
+        return code in hopeless
 
     def _end_group(self, dead: Child) -> None:
         """A rank died: the others cannot go on without it, and while they load nobody else knows them. They start again together."""
