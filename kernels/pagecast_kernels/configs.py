@@ -72,15 +72,6 @@ def is_hopper(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-EARLY = False
-"""Whether quantized products start before the launches ahead of them have ended (programmatic dependent launch, Hopper)."""
-
-
-def starts_early(device: torch.device | str) -> bool:
-    """EARLY, where the device can."""
-    return EARLY and is_hopper(device)
-
-
 @functools.cache
 def processors(device: torch.device | str) -> int:
     """How many streaming multiprocessors the device has; a few on the CPU, where the interpreter stands in."""

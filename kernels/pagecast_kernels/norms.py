@@ -9,9 +9,7 @@ from pagecast_kernels import configs
 
 
 @triton.jit
-def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, hidden, x_stride, eps, ADD: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # a product that follows may fetch its weights; it waits for this launch's results
+def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, hidden, x_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -30,9 +28,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
     if tokens:
         block = triton.next_power_of_2(hidden)
         _rms_norm[(tokens,)](
-            x, residual, weight, out, hidden, x.stride(0), eps, residual is not None, configs.starts_early(x.device), block,
-            num_warps=configs.row_warps(block),
-        )  # fmt: skip
+            x, residual, weight, out, hidden, x.stride(0), eps, residual is not None, block, num_warps=configs.row_warps(block)
+        )
     return out
 
 

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs
 from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -160,16 +159,6 @@ def _x_tile(x_ptr, m, M, column, K, x_stride, WIDTH: tl.constexpr, EVEN: tl.cons
 
 
 @triton.jit
-def begin_early(first, count, LINES: tl.constexpr):
-    """Where this launch may start before the one ahead has ended: fetch `count` words from `first` on into L2, as far as LINES of 128
-    bytes go, then wait for the other to end, and let the next one start in its turn."""
-    at = tl.minimum(tl.arange(0, LINES) * 32, tl.maximum(count - 1, 0))
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [first + at], tl.int32, is_pure=False, pack=1)
-    tl.extra.cuda.gdc_wait()
-    tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _write(acc, out_ptr, bias_ptr, row, m, N, M, BIAS: tl.constexpr, GATED: tl.constexpr):
     """out[m, row] = acc[row, m] + bias[row]; GATED: of rows paired eight by eight, silu(gate) · up."""
     if GATED:
@@ -216,7 +205,7 @@ def finish_split(
 def _packed_product(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, parts_ptr, counter_ptr, M, N, K, x_stride, scale_stride, column_tiles,
     BITS: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
-    BF16: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    BF16: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = 512 // BITS
@@ -232,8 +221,6 @@ def _packed_product(
     row = tl.program_id(0) * R + tl.arange(0, R)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first = words_ptr + (tl.program_id(0).to(tl.int64) * TILES + tile)[:, None] * column_tiles * 1024 + word[None, :]
-    if EARLY:
-        begin_early(words_ptr + (tl.program_id(0).to(tl.int64) * TILES * column_tiles + begin) * 1024, (end - begin) * 1024, 128)
     acc = tl.zeros([R, ROWS], tl.float32)
     zero = tl.full([R, 16], default, tl.float32).to(dtype if BITS == 4 else tl.float16)
     for at in tl.range(begin, end, num_stages=STAGES):
@@ -317,13 +304,12 @@ def packed_product(
         workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, config.rows * config.tiles * TILE_ROWS)
     parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
-    early = configs.starts_early(x.device)
     _packed_product[grid](
         x, weight.words, weight.scales, weight.zeros, bias, out, parts, counters, rows, weight.rows, columns, x.stride(0),
         weight.scales.stride(0), column_tiles,
         4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, bias is not None, gated,
-        x.dtype == torch.bfloat16, columns == column_tiles * tile_columns(weight.kind), not INTERPRETED, early,
-        config.rows, config.tiles, config.splits, config.stages, num_warps=config.warps, launch_pdl=early,
+        x.dtype == torch.bfloat16, columns == column_tiles * tile_columns(weight.kind), not INTERPRETED,
+        config.rows, config.tiles, config.splits, config.stages, num_warps=config.warps,
     )  # fmt: skip
     return out
 

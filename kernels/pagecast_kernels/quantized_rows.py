@@ -30,11 +30,8 @@ def _store_row(value, out_ptr, scale_ptr, row, width, column, inside, FP8: tl.co
 @triton.jit
 def _quantize_rows(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, width, x_stride, eps,
-    NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -59,10 +56,10 @@ def _launch(
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        block, early = triton.next_power_of_2(width), configs.starts_early(x.device)
+        block = triton.next_power_of_2(width)
         _quantize_rows[(rows,)](
             x, residual, weight, out, scale, width, x.stride(0), eps, weight is not None, residual is not None, gate,
-            dtype == torch.float8_e4m3fn, early, block, num_warps=configs.row_warps(block), launch_pdl=early,
+            dtype == torch.float8_e4m3fn, block, num_warps=configs.row_warps(block),
         )  # fmt: skip
     return out, scale
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs
 from pagecast_kernels.quantized_products import INTERPRETED, ProductConfig, SplitWorkspace, finish_split, split_workspace
 
 LIBRARY_FROM = 65
@@ -21,7 +20,7 @@ LIBRARY_FROM = 65
 @triton.jit(do_not_specialize=["M"])
 def _scaled_product(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, parts_ptr, counter_ptr, M, N, K,
-    FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, EARLY: tl.constexpr,
+    FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
     ROWS: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     steps = tl.cdiv(K, DEPTH)
@@ -33,11 +32,6 @@ def _scaled_product(
     k = tl.arange(0, DEPTH)
     w_at = weight_ptr + tl.minimum(row, N - 1).to(tl.int64)[:, None] * K + k[None, :]
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
-    if EARLY:
-        first = weight_ptr + tl.minimum(tl.program_id(0) * R + tl.arange(0, R), N - 1).to(tl.int64) * K + begin * DEPTH
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [first], tl.int32, is_pure=False, pack=1)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([R, ROWS], tl.float32 if FP8 else tl.int32)
     for step in tl.range(begin, end, num_stages=STAGES):
         if EVEN:
@@ -95,10 +89,9 @@ def scaled_product(
         workspace = split_workspace(x.device) if workspace is None else workspace
         workspace.check(grid, own * config.rows)
     parts, counters = (None, None) if workspace is None else (workspace.parts, workspace.counters)
-    early = configs.starts_early(x.device)
     _scaled_product[grid](
         x, x_scale, weight, weight_scale, bias, out, parts, counters, rows, columns, depth,
-        fp8, bias is not None, depth % 128 == 0, INTERPRETED, early, config.rows, own, 128, config.splits, config.stages,
-        num_warps=8 if own * config.rows >= 16384 else config.warps, launch_pdl=early,
+        fp8, bias is not None, depth % 128 == 0, INTERPRETED, config.rows, own, 128, config.splits, config.stages,
+        num_warps=8 if own * config.rows >= 16384 else config.warps,
     )  # fmt: skip
     return out
