@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, decode, encode, pack_u32, pack_u64, view_u32
-from pagecast_wire.control import Attach, Attached
+from pagecast_wire.control import Attach, Attached, Audit, CacheEvents, ListRequests, NotNow, ResetPrefixCache, SetDrain, WatchCache
 from pagecast_wire.intake import (
     Abort,
     Accepted,
@@ -71,6 +71,10 @@ class FakeScheduler:
                 await self._socket.send_multipart([identity, encode(HelloWanted(self.incarnation))])
             elif isinstance(message, FrontendPing):
                 await self.send_status()
+            elif isinstance(message, Audit | ListRequests | ResetPrefixCache | SetDrain):
+                await self.send(NotNow(message.ticket))
+            elif isinstance(message, WatchCache):
+                await self.send(CacheEvents(message.ticket, 1, 0, is_snapshot=True))
             else:
                 self.received.append(message)
             self._news.set()
