@@ -1,5 +1,10 @@
 """Sums over ranks in the interpreter. Ranks run one after the other here, so what the peers would write is there before a rank begins."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -77,3 +82,47 @@ def test_residual_and_norm_in_the_same_launch(hidden: int) -> None:
         want = reference.add_rms_norm(torch.stack(summands).double().sum(0), wide, weight.double(), 1e-5)
         torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(own.double(), wide, rtol=1e-3, atol=1e-3)
+
+
+RANK = """
+import mmap, sys, ctypes, torch
+from pagecast_kernels.all_reduce import all_reduce, peers_over, shared_bytes
+rank, ranks, width, places = int(sys.argv[1]), int(sys.argv[2]), 4096, 8
+maps = []
+for path in sys.argv[3:]:
+    with open(path, "r+b") as file:
+        maps.append(mmap.mmap(file.fileno(), shared_bytes(width, places, 2)))
+addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in maps]
+peers = peers_over(addresses, rank, width, places, "cpu")
+generator = torch.Generator().manual_seed(5)
+for call in range(8):
+    count = (1500, 5000, 70000 // 64)[call % 3]
+    summands = [torch.randn(1, count, generator=generator).half() for _ in range(ranks)]
+    total = torch.stack(summands).float().sum(0)
+    got = all_reduce(summands[rank].clone(), peers, two_shots=call % 2 == 1)
+    assert torch.equal(got, total.half()), call
+    residual = torch.ones_like(total).half()
+    got = all_reduce(summands[rank].clone(), peers, residual, two_shots=False)
+    assert torch.allclose(got.float(), total + 1, atol=2e-2), call
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_run_at_the_same_time_wait_for_each_other(tmp_path: Path, ranks: int) -> None:
+    """Real processes over shared memory: flags, slots that are written again, and exchanges in both directions, call after call."""
+    paths = [tmp_path / f"rank-{rank}" for rank in range(ranks)]
+    for path in paths:
+        path.write_bytes(bytes(shared_bytes(WIDTH, PLACES, 2)))
+    command = [sys.executable, "-c", RANK]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    processes = [
+        subprocess.Popen([*command, str(rank), str(ranks), *map(str, paths)], stderr=subprocess.PIPE, text=True, env=env)
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
