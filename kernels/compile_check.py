@@ -34,6 +34,7 @@ from pagecast_kernels import (
     prefill,
     rope,
     sampling,
+    shard_sampling,
     shared_prefix,
     steps,
     token_rules,
@@ -143,6 +144,14 @@ def all_reduce_variants() -> Iterator[Variant]:
                 yield f"all_reduce two shots n{ranks} m{tokens}", lambda p=peers, x=x: all_reduce.all_reduce(x, p, two_shots=True)
         yield f"all_reduce residual n{ranks}", lambda p=peers, x=x: all_reduce.all_reduce(x, p, x.clone())
         yield f"all_reduce_add_rms_norm n{ranks}", lambda p=peers, x=x: all_reduce.all_reduce_add_rms_norm(x, x.clone(), x[0], 1e-5, p)
+
+
+def shard_variants() -> Iterator[Variant]:
+    """Draws from one rank's part of a vocabulary."""
+    for dtype in (torch.bfloat16, torch.float32):
+        floats, ints = torch.zeros(4), _ints(4)
+        args = (torch.zeros((4, 16000), dtype=dtype), floats, ints, _ints(4, dtype=torch.int64), ints, ints, 16000)
+        yield f"best_of_shard {str(dtype)[6:]}", lambda a=args: shard_sampling.best_of_shard(*a)
 
 
 def quantized_variants() -> Iterator[Variant]:
@@ -284,7 +293,7 @@ def main() -> int:
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
     attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants()]
-    every = [*attention, *all_reduce_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
+    every = [*attention, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
     for name, launch in every:
         if args.only not in name:
             continue

@@ -29,10 +29,12 @@ from pagecast_kernels.reference import (
     storage,
     to_cache,
 )
+from pagecast_kernels.reference_shards import best_of_shard
 
 __all__ = [
     "add_rms_norm",
     "adjust_logits",
+    "best_of_shard",
     "copy_blocks",
     "embedding",
     "finish_rows",

@@ -36,8 +36,9 @@ from pagecast_worker.results import Arrays, Kept, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
 from pagecast_worker.sharing import SharedOnDevice, sharing_for
+from pagecast_worker.split_sampler import Filters, draw_from_shards
 from pagecast_worker.staging import Download, Packet
-from pagecast_worker.step_outputs import Decoded
+from pagecast_worker.step_outputs import Decoded, SampleInputs
 from pagecast_worker.token_rules import Masks, PromptPart, StepRules, TokenRules
 
 MAX_PROMPT_LOGITS = 64
@@ -103,6 +104,7 @@ class TorchExecutor:
             self.ops = self.backend.ops
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
             self.rules = TokenRules(config.max_num_seqs, shape.vocab_size, self.device)
+            self.filters = Filters(config.max_num_seqs)
             self.constraints = ConstraintBook(lambda: open_vocabulary(config, checkpoint), shape.vocab_size, shape.eos_token_ids)
             if ahead is not None:
                 report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
@@ -245,6 +247,7 @@ class TorchExecutor:
         staging = self.backend.staging
         staging.begin()
         self.rules.admit(changes.admissions, staging)
+        self.filters.admit(changes.admissions)
         self.constraints.admit(changes.admissions)
         packet = Packet()
         self.state.pack(changes, packet)
@@ -325,6 +328,9 @@ class TorchExecutor:
         kept.steps.append(step)
         if decoded is None:
             return
+        if self.model.ranks.size > 1 and (wanted is not None or self.filters.any_of(rows)):
+            logits = self.model.head.whole(decoded.logits)
+            decoded = Decoded(sample_rows(self.ops, self.state, logits, decoded.rows), logits, decoded.rows)
         logprobs = None
         if wanted is not None:
             step.logprob_places, step.logprob_counts = wanted.logprob_places, wanted.logprob_counts
@@ -353,15 +359,13 @@ class TorchExecutor:
         """One decode step of rows int32[B]; what graphs capture. shared: prefixes to read once."""
         step, sampling = decode_inputs(self.ops, self.state, rows, self.config.block_size)
         step.shared = shared
-        logits = self.model.logits(self.ops, self.model.forward(self.ops, step, self.cache.layers))
-        return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
+        return draw(self, self.model.forward(self.ops, step, self.cache.layers), sampling)
 
     def _padded(self, padded: PaddedStep) -> Decoded:
         """One padded step with prefill chunks; what graphs capture."""
         step, sampling = padded_inputs(self.ops, self.state, padded, self.config.block_size)
         hidden = self.model.forward(self.ops, step, self.cache.layers)
-        logits = self.model.logits(self.ops, hidden.index_select(0, padded.sample_index.long()))
-        return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
+        return draw(self, hidden.index_select(0, padded.sample_index.long()), sampling)
 
     def _mixed_size(self, schedule: Schedule) -> Size | None:
         """The graph for a step with chunks. None: without one, as where a prompt's log-probabilities are wanted."""
@@ -385,9 +389,8 @@ class TorchExecutor:
             self.backend.staging.keep(self._prompt_logprobs(part, hidden, len(schedule.decode_rows) + part.first))
         if not len(schedule.sample_rows):
             return None
-        logits = self.model.logits(self.ops, hidden.index_select(0, sample_index.long()))
         sampling = sample_inputs(self.ops, self.state, rows, self.config.block_size)
-        return Decoded(sample_rows(self.ops, self.state, logits, sampling), logits, sampling)
+        return draw(self, hidden.index_select(0, sample_index.long()), sampling)
 
     def _prompt_logprobs(self, part: PromptPart, hidden: Tensor, first: int) -> Tensor:
         """int32[count, 1 + 2 num], see logprob_columns, from hidden[first], which foretells the part's first token, and those after it.
@@ -403,6 +406,15 @@ class TorchExecutor:
             logits = self.model.logits(self.ops, hidden[first + piece.start : first + piece.stop])
             pieces.append(logprob_columns(self.ops, logits, tokens[piece], part.num))
         return torch.cat(pieces)
+
+
+def draw(executor: "TorchExecutor", hidden: Tensor, rows: SampleInputs) -> Decoded:
+    """The plain draw of a step, for hidden[B, H]: what graphs capture, and what is compiled ahead."""
+    ops, model, state = executor.ops, executor.model, executor.state
+    if model.ranks.size > 1:
+        return draw_from_shards(ops, model, state, hidden, rows)
+    logits = model.logits(ops, hidden)
+    return Decoded(sample_rows(ops, state, logits, rows), logits, rows)
 
 
 def warm_sizes(max_num_seqs: int) -> list[int]:

@@ -10,6 +10,7 @@ from pagecast_kernels.norms import add_rms_norm, rms_norm
 from pagecast_kernels.prefill import paged_prefill
 from pagecast_kernels.rope import rope_and_write_kv
 from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
+from pagecast_kernels.shard_sampling import best_of_shard
 from pagecast_kernels.shared_prefix import SharedPrefixes, SharedWorkspace, paged_decode_shared, shared_workspace
 from pagecast_kernels.steps import finish_rows, gather_rows
 from pagecast_kernels.token_rules import adjust_logits, forbid_tokens, note_tokens
@@ -21,6 +22,7 @@ __all__ = [
     "StepWorkspace",
     "add_rms_norm",
     "adjust_logits",
+    "best_of_shard",
     "copy_blocks",
     "embedding",
     "experts_workspace",

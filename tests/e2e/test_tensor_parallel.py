@@ -24,6 +24,7 @@ from pagecast_scheduler.launch.events import ChildStarted
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, top_k=40, seed=11, max_tokens=24, ignore_eos=True)
+PLAIN = SamplingParams(temperature=1.1, seed=12, max_tokens=24, ignore_eos=True)
 TEXTS = ["a", "The capital of France is", "Once upon a time, in a land far away, " * 2, "0123456789" * 4]
 NUM_BLOCKS = 20
 TIE = 1e-4
@@ -61,7 +62,9 @@ def complaint(folder: Path, prompt: tuple[int, ...], output: tuple[int, ...]) ->
 
 
 def sampled(llm: LLM) -> list[tuple[int, ...]]:
-    return [output.outputs[0].token_ids for output in llm.generate(TEXTS, SAMPLED)]
+    """Rows that filter, rows that do not, which need no more than each rank's best token, and both in one batch."""
+    mixed = [SAMPLED, PLAIN, SAMPLED, PLAIN]
+    return [output.outputs[0].token_ids for params in (SAMPLED, PLAIN, mixed) for output in llm.generate(TEXTS, params)]
 
 
 @pytest.fixture(scope="module")

@@ -188,5 +188,9 @@ class Decoder:
 
     def logits(self, ops: Any, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] in the model's dtype."""
-        logits, cap = self.head.forward(ops, hidden), self.config.logit_softcap
+        return self.head.whole(self.local_logits(ops, hidden))
+
+    def local_logits(self, ops: Any, hidden: Tensor) -> Tensor:
+        """[B, H] -> [B, V / size], of this rank's tokens."""
+        logits, cap = self.head.local(ops, hidden), self.config.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
