@@ -85,6 +85,7 @@ def _serve(config: WorkerConfig, link: Link) -> int:
         except Exception as error:
             _log.exception("loading failed")
             _report(link, config.rank, (0, 0), "load", error)
+            print(f"pagecast worker: loading failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
             return EXIT_FAULT
         _log.info("loaded", model=facts.name, num_blocks=num_blocks, dtype=facts.dtype)
         try:
