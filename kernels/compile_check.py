@@ -42,6 +42,8 @@ from pagecast_kernels import (
 from pagecast_kernels import latent as latent_ops
 from pagecast_kernels.routing import Routing
 
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes that one program may have, by compute capability (CUDA programming guide, technical specifications)."""
 Variant = tuple[str, Callable[[], object]]
 
 
@@ -284,6 +286,23 @@ def latent_variants() -> Iterator[Variant]:
         )
 
 
+def wide_variants() -> Iterator[Variant]:
+    """Attention over float32, whose tiles must fit the same shared memory. It may spill: it is there to compare with, not for speed."""
+    for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 2, 256)):
+        q, cache = torch.zeros((2, heads, dim)), torch.zeros((4, kv_heads, 16, dim))
+        args = (q, cache, cache, _ints(2, 64), _ints(2))
+        yield f"float32 decode h{dim}", lambda args=args: decode.paged_decode(*args, _ints(2), 0.1)
+        yield f"float32 prefill h{dim}", lambda args=args: prefill.paged_prefill(*args, _ints(3), _ints(2), 0.1, max_query_len=64)
+    for heads in (16, 128):
+        latent, rope, k_cache, v_cache = (torch.zeros(s) for s in ((2, heads, 512), (2, heads, 64), (4, 1, 16, 64), (4, 1, 16, 512)))
+        many = (latent, rope, k_cache, v_cache, _ints(2, 64), _ints(2))
+        yield f"float32 latent_decode h{heads}", lambda many=many: latent_ops.latent_decode(*many, _ints(2), 0.1)
+        yield (
+            f"float32 latent_prefill h{heads}",
+            lambda many=many: latent_ops.latent_prefill(*many, _ints(3), _ints(2), 0.1, max_query_len=64),
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", type=int, default=90)
@@ -292,7 +311,7 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
-    attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants()]
+    attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants(), *wide_variants()]
     every = [*attention, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
     for name, launch in every:
         if args.only not in name:
@@ -307,9 +326,10 @@ def main() -> int:
         for kernel in compiled:
             used = usage(kernel)
             spilled = used["stack"] > 0 and ("paged" in name or "mixture" in name)
-            bad += spilled
+            large = used["shared"] > SHARED_MEMORY.get(args.arch, 227 << 10)
+            bad += spilled or large
             figures = (f"{key} {value:<6}" for key, value in used.items())
-            print(f"{name:48} {kernel.metadata.name:20}", *figures, "SPILLS" if spilled else "")
+            print(f"{name:48} {kernel.metadata.name:20}", *figures, "SPILLS" if spilled else "", "TOO LARGE" if large else "")
     return bool(bad)
 
 

@@ -108,8 +108,10 @@ HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)
 """Where prefill_hopper.suits: 1.13 to 1.15 times FlashAttention 3 on an H200 at 1 x 8,192."""
 
 
-def prefill(head_dim: int) -> Prefill:
-    """Launch of paged_prefill."""
+def prefill(head_dim: int, itemsize: int = 2) -> Prefill:
+    """Launch of paged_prefill over values of `itemsize` bytes. Tiles of four-byte values are small: 227 KiB of shared memory hold them."""
+    if itemsize > 2:
+        return Prefill(rows=64, tile=16 if head_dim > 128 else 32, warps=8, stages=2)
     if head_dim > 128:
         return Prefill(rows=128, tile=32, warps=8, stages=2)
     return Prefill(rows=128, tile=64, warps=8, stages=3)
@@ -139,14 +141,18 @@ LATENT_DECODE_HEADS = 32
 """Most heads of a tile of latent_decode: of 64, values and parts no longer fit a program's registers."""
 
 
-def latent_decode(group: int, device: torch.device | str) -> LatentDecode:
-    """Launch of latent.latent_decode for groups of so many heads."""
+def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> LatentDecode:
+    """Launch of latent.latent_decode for groups of so many heads, over values of `itemsize` bytes."""
+    if itemsize > 2:
+        return LatentDecode(rows=32 if group > 16 else 16, tile=16, warps=8, stages=2, programs=processors(device))
     if group > 16:
         return LatentDecode(rows=32, tile=32, warps=8, stages=3, programs=processors(device))
     return LatentDecode(rows=16, tile=64, warps=4, stages=2, programs=2 * processors(device))
 
 
-LATENT_PREFILL = Prefill(rows=64, tile=32, warps=8, stages=2)
+def latent_prefill(itemsize: int) -> Prefill:
+    """Launch of latent.latent_prefill over values of `itemsize` bytes."""
+    return Prefill(rows=32, tile=16, warps=8, stages=2) if itemsize > 2 else Prefill(rows=64, tile=32, warps=8, stages=2)
 
 
 def score_scale(scale: float, softcap: float) -> tuple[float, float]:

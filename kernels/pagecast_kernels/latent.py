@@ -219,7 +219,7 @@ def latent_decode(
     out = torch.empty_like(q_latent) if out is None else out
     if not batch:
         return out
-    config = configs.latent_decode(group, q_latent.device) if config is None else config
+    config = configs.latent_decode(group, q_latent.device, k_cache.element_size()) if config is None else config
     workspace = latent_workspace(batch, heads, rank, q_latent.device) if workspace is None else workspace
     lanes, own = configs.lanes_for(batch), triton.next_power_of_2(group)
     _latent_decode[(config.programs,)](
@@ -278,7 +278,7 @@ def latent_prefill(
     out = torch.zeros_like(q_latent) if out is None else out
     if not tokens or not sequences:
         return out
-    config = configs.LATENT_PREFILL if config is None else config
+    config = configs.latent_prefill(q_latent.element_size()) if config is None else config
     groups = configs.latent_groups(heads, config.rows)
     group = heads // groups
     per_tile = max(config.rows // group, 1)
