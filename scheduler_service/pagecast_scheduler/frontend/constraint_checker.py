@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from subprocess import DEVNULL, PIPE, Popen
 
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 from pagecast_wire.constraints import constraint_digest
@@ -16,14 +16,13 @@ START_SECONDS = 60.0
 MAX_WAITING = 64
 MAX_KNOWN = 1024
 """Constraints remembered by hash as good."""
-MAX_LINE = 1 << 20
 
 
 class ConstraintChecker:
     """Owns the child. One check at a time: they are short, and what is not short is killed."""
 
     def __init__(self) -> None:
-        self._child: Process | None = None
+        self._child: Popen[bytes] | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
         self._good: dict[bytes, None] = {}
@@ -51,15 +50,16 @@ class ConstraintChecker:
         return constraint
 
     async def _ask(self, constraint: Constraint) -> str:
-        child = await self._started()
-        assert child.stdin is not None and child.stdout is not None
+        child, is_new = self._started()
+        line = json.dumps([constraint.kind.name.lower(), constraint.text]).encode() + b"\n"
         try:
-            child.stdin.write(json.dumps([constraint.kind.name.lower(), constraint.text]).encode() + b"\n")
-            answer = await asyncio.wait_for(child.stdout.readline(), MAX_SECONDS)
+            if is_new:  # answered when everything is loaded
+                await asyncio.wait_for(asyncio.to_thread(_exchange, child, b'["json_object", ""]\n'), START_SECONDS)
+            answer = await asyncio.wait_for(asyncio.to_thread(_exchange, child, line), MAX_SECONDS)
         except asyncio.CancelledError:
             self._kill()  # its answer would be taken for the next one's
             raise
-        except (TimeoutError, ConnectionError):
+        except (TimeoutError, OSError):
             self._kill()
             return f"takes more than {MAX_SECONDS:g} s to compile"
         if not answer:
@@ -67,21 +67,17 @@ class ConstraintChecker:
             return "takes more memory to compile than the server allows"
         return str(json.loads(answer))
 
-    async def _started(self) -> Process:
-        if self._child is not None and self._child.returncode is None:
-            return self._child
-        module = "pagecast_scheduler.frontend.constraint_child"
-        self._child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, str(os.getpid()), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE
-        )
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write(b'["regex", "a"]\n')  # answered when everything is loaded
-        await asyncio.wait_for(self._child.stdout.readline(), START_SECONDS)
-        return self._child
+    def _started(self) -> tuple[Popen[bytes], bool]:
+        """The child, and whether it was started just now: from this thread, with whose end it ends."""
+        if self._child is not None and self._child.poll() is None:
+            return self._child, False
+        command = [sys.executable, "-m", "pagecast_scheduler.frontend.constraint_child", str(os.getpid())]
+        self._child = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+        return self._child, True
 
     def _kill(self) -> None:
         """Ends the child; the next check starts another."""
-        if self._child is not None and self._child.returncode is None:
+        if self._child is not None:
             self._child.kill()
         self._child = None
 
@@ -90,4 +86,12 @@ class ConstraintChecker:
         child = self._child
         self._kill()
         if child is not None:
-            await child.wait()
+            await asyncio.to_thread(child.communicate)
+
+
+def _exchange(child: Popen[bytes], line: bytes) -> bytes:
+    """One line in, one line out; nothing comes from a child that has ended."""
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(line)
+    child.stdin.flush()
+    return child.stdout.readline()
