@@ -101,9 +101,14 @@ async def test_an_unknown_model_is_not_found_everywhere(rig: Rig) -> None:
         assert details(error)[1]["ErrorInfo"].reason == "MODEL_UNKNOWN" and len(details(error)[1]["ResourceInfo"].resource_name) == 128
 
 
-async def test_a_message_over_the_limit_is_refused_by_the_transport(rig: Rig) -> None:
-    error = await failure(rig.channel.unary_unary("/pagecast.v1.GenerationService/Generate")(b"\x00" * (rig.config.max_message_bytes + 1)))
+async def test_a_message_over_the_limit_is_refused_by_name_and_a_huge_one_by_the_transport(rig: Rig) -> None:
+    generate = rig.channel.unary_unary("/pagecast.v1.GenerationService/Generate")
+    limit = rig.config.max_message_bytes
+    error = await failure(generate(b"\x00" * (limit + 1)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    info = details(error)[1]["ErrorInfo"]
+    assert info.reason == "MESSAGE_TOO_LARGE" and dict(info.metadata) == {"limit": str(limit), "actual": str(limit + 1)}
+    assert (await failure(generate(b"\x00" * (limit + (4 << 20))))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_gzip_bomb_is_refused_before_it_expands(rig: Rig) -> None:

@@ -19,17 +19,21 @@ from pagecast_scheduler.frontend.errors import Reason, Refusal
 
 log = structlog.get_logger("pagecast.frontend")
 
-_MALFORMED = object()
+def _too_large(size: int, limit: int) -> Refusal:
+    facts = {"limit": str(limit), "actual": str(size)}
+    return Refusal(Reason.MESSAGE_TOO_LARGE, message=f"the message must be at most {limit} bytes, not {size}", metadata=facts)
 
 
-def _safe(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """The same deserializer, giving a marker instead of raising on bytes that are not the message."""
+def _safe(deserialize: Callable[[bytes], Any], max_bytes: int) -> Callable[[bytes], Any]:
+    """The same deserializer, giving a Refusal instead of raising on bytes that are not the message, or too many."""
 
     def decode(data: bytes) -> Any:
+        if len(data) > max_bytes:
+            return _too_large(len(data), max_bytes)
         try:
             return deserialize(data)
         except (DecodeError, ValueError, RecursionError):
-            return _MALFORMED
+            return Refusal(Reason.MALFORMED_REQUEST)
 
     return decode
 
@@ -62,8 +66,8 @@ def _gone() -> asyncio.CancelledError:
 def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
     async def call(request: Any, context: Any) -> Any:
         try:
-            if request is _MALFORMED:
-                raise Refusal(Reason.MALFORMED_REQUEST)
+            if isinstance(request, Refusal):
+                raise request
             return await behaviour(request, context)
         except Refusal as refusal:
             answer = refusal
@@ -84,8 +88,8 @@ def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _requests(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in stream:
-        if request is _MALFORMED:
-            raise Refusal(Reason.MALFORMED_REQUEST)
+        if isinstance(request, Refusal):
+            raise request
         yield request
 
 
@@ -114,9 +118,9 @@ def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-def wrap(method: str, handler: Any) -> Any:
+def wrap(method: str, handler: Any, max_bytes: int) -> Any:
     """A method handler with safe decoding and the error boundary around it. Response streams write through the context."""
-    decode = _safe(handler.request_deserializer)
+    decode = _safe(handler.request_deserializer, max_bytes)
     if handler.request_streaming:
         behaviour = _bidirectional(method, handler.stream_stream)
         return grpc.stream_stream_rpc_method_handler(behaviour, decode, handler.response_serializer)
@@ -128,8 +132,9 @@ def wrap(method: str, handler: Any) -> Any:
 class Boundary:
     """Takes the place of a server in the generated add_..._to_server functions and registers wrapped handlers on the real one."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, max_message_bytes: int) -> None:
         self._server = server
+        self._max_message_bytes = max_message_bytes
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """Registered handlers cover every method; the generic ones would bypass the boundary."""
@@ -140,5 +145,5 @@ class Boundary:
 
     def add_service(self, service: str, handlers: dict[str, Any]) -> None:
         """Registers methods under a service name of the caller's choice (reflection answers to two)."""
-        wrapped = {name: wrap(f"/{service}/{name}", handler) for name, handler in handlers.items()}
+        wrapped = {name: wrap(f"/{service}/{name}", handler, self._max_message_bytes) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))

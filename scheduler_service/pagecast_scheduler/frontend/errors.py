@@ -41,6 +41,7 @@ class Reason(Enum):
     PRIORITY_NOT_ALLOWED = (_CODE.PERMISSION_DENIED, "the caller may not ask for this priority")
     QUOTA_REQUESTS = (_CODE.RESOURCE_EXHAUSTED, "the caller's quota of requests is used up")
     QUOTA_TOKENS = (_CODE.RESOURCE_EXHAUSTED, "the caller's quota of tokens is used up")
+    MESSAGE_TOO_LARGE = (_CODE.RESOURCE_EXHAUSTED, "the message is larger than this server takes")
     SLOW_CONSUMER = (_CODE.RESOURCE_EXHAUSTED, "the stream was not read for too long")
     OVERLOADED = (_CODE.UNAVAILABLE, "the queue is full")
     QUEUE_TIME_EXCEEDED = (_CODE.UNAVAILABLE, "the request would wait, or has waited, longer than max_queue_time")

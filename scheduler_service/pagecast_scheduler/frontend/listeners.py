@@ -25,6 +25,8 @@ from pagecast_scheduler.frontend.reloading import Reloading
 from pagecast_scheduler.frontend.tracing import Spans
 
 METADATA_BYTES = 16 << 10
+MESSAGE_SLACK_BYTES = 1 << 20
+"""A message too large by so little reaches our boundary, which says so with a reason; the transport refuses larger ones unread."""
 RESERVED_FILES = 256
 """File descriptors kept for everything that is no client's connection."""
 RESERVED_CONNECTIONS = 32
@@ -85,7 +87,7 @@ def transport_options(config: FrontendConfig, max_connections: int) -> list[tupl
     """
     return [
         ("grpc.so_reuseport", int(config.reuse_port)),
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_receive_message_length", config.max_message_bytes + MESSAGE_SLACK_BYTES),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES),

@@ -59,6 +59,7 @@ class Services:
 
     def __init__(self, state: ServiceState, health: HealthServicer) -> None:
         self._has_reflection = state.config.reflection
+        self._max_message_bytes = state.config.max_message_bytes
         self._generation = GenerationServicer(state)
         self._tokenizer = TokenizerServicer(state)
         self._models = ModelServicer(state)
@@ -71,14 +72,14 @@ class Services:
 
     def add_public(self, listener: Listener) -> None:
         """What clients, routers and meshes call."""
-        boundary: Any = Boundary(listener.server)
+        boundary: Any = Boundary(listener.server, self._max_message_bytes)
         self._add_ours(boundary)
         if self._has_reflection:
             _add_reflection(boundary, (*SERVICES, *COMPAT, HEALTH, ORCA))
 
     def add_operator(self, listener: Listener) -> None:
         """All of the public services, and what only an operator may call."""
-        boundary: Any = Boundary(listener.server)
+        boundary: Any = Boundary(listener.server, self._max_message_bytes)
         self._add_ours(boundary)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, boundary)
         channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.ChannelzServicer(), boundary)
@@ -86,7 +87,7 @@ class Services:
 
     def add_probe(self, listener: Listener) -> None:
         """Health checks and nothing else."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, Boundary(listener.server))  # type: ignore[arg-type]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, Boundary(listener.server, self._max_message_bytes))  # type: ignore[arg-type]
 
     def _add_ours(self, boundary: Any) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, boundary)
