@@ -28,6 +28,7 @@ from pagecast_scheduler.frontend.call_context import is_tracestate, parse_tracep
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.errors import Refusal
 from pagecast_scheduler.frontend.listeners import connection_cap
+from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.tracing import OtlpSpans, spans_to
 from pagecast_wire.intake import Abort, Priority, Submit
 
@@ -93,6 +94,7 @@ async def test_priority_and_request_id_in_metadata_count_where_the_spec_is_silen
 
 
 async def test_a_callers_trace_goes_on_in_the_log_line(rig: Rig) -> None:
+    configure_logs("json", "info")  # another test of this process may have asked for less
     with capture_logs() as logged:
         await answer(rig, generate(rig, ("traceparent", TRACEPARENT), ("tracestate", "v=1"), ("x-request-id", "r1")), 1)
         await failure(generate(rig, model="other"))
