@@ -123,7 +123,8 @@ def draw(seed: int) -> Scenario:
     end = arrival + 25 * STEP_US
     times = lambda most: tuple(sorted(random.randrange(end) for _ in range(random.randint(1, most))))
     lossy = "lossy" in on
-    ruled = with_output_rules(tuple(requests), Random(seed * 0x51ED27 + 3))
+    # A turn of a chat repeats an earlier answer as it is without rules.
+    ruled = tuple(requests) if "chat" in on else with_output_rules(tuple(requests), Random(seed * 0x51ED27 + 3))
     return Scenario(
         seed=seed, config=config, requests=ruled, latency_us=random.choice((20, 100, 900)),
         jitter_us=random.choice((500, 3000)) if lossy else 0, loss=random.uniform(0, 0.2) if lossy else 0.0,
