@@ -1,11 +1,15 @@
 """For every test: whatever a server answers with an error, no word of it comes from the inside."""
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""Two tests at a time share the cores: threads of torch that spin while they wait would take them from each other."""
 
 INNER = re.compile(r"Traceback|\.py\b|/work/|/tmp/|site-packages|object at 0x|\b[A-Z][A-Za-z]+(?:Error|Exception)\b")
 """Names of Python classes, source files, paths and addresses."""
