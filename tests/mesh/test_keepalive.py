@@ -46,7 +46,7 @@ def test_the_transports_values_are_the_published_ones() -> None:
     expected = {
         "grpc.keepalive_time_ms": 20_000, "grpc.keepalive_timeout_ms": 10_000, "grpc.http2.ping_timeout_ms": 10_000,
         "grpc.http2.min_ping_interval_without_data_ms": 500, "grpc.keepalive_permit_without_calls": 1, "grpc.http2.max_ping_strikes": 2,
-        "grpc.so_reuseport": 0, "grpc.max_receive_message_length": 8 << 20, "grpc.max_metadata_size": 16 << 10,
+        "grpc.so_reuseport": 0, "grpc.max_receive_message_length": 9 << 20, "grpc.max_metadata_size": 16 << 10,
         "grpc.max_allowed_incoming_connections": 100, "grpc.server.max_pending_requests": 20_000,
     }  # fmt: skip
     assert expected.items() <= options.items()
