@@ -1,5 +1,6 @@
 """The HTTP gateway as OpenAI's own SDK and LangChain see it, in front of the real model."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,3 +130,27 @@ def test_chat_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI, mod
     for one in logprobs.content:
         assert one.logprob == one.top_logprobs[0].logprob  # greedy: the likeliest
         assert len(one.top_logprobs) == 3 and one.bytes is not None
+
+
+def test_an_answer_in_the_form_of_a_schema(client: openai.OpenAI, model: str) -> None:
+    form: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": {
+            "type": "object", "required": ["name", "age"], "additionalProperties": False,
+            "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 120}},
+        }},
+    }
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "Describe a person as JSON."}], response_format=form, max_tokens=64,
+        temperature=0,
+    )
+    person = json.loads(answer.choices[0].message.content or "")
+    assert set(person) == {"name", "age"} and 0 <= person["age"] <= 120
+
+
+def test_a_model_whose_template_knows_no_tools_says_so(client: openai.OpenAI, model: str) -> None:
+    function = {"name": "clock", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
+    tool: Any = {"type": "function", "function": function}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=model, messages=MESSAGES, tools=[tool], max_tokens=8)
+    assert refused.value.param == "tools"
