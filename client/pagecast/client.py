@@ -46,12 +46,7 @@ class AsyncStream:
         self._begin()
 
     def _begin(self) -> None:
-        position = self._position
-        resume, timeout = position.resume_request(), position.timeout()
-        if resume is None:
-            self._call = self._stub.GenerateStream(position.request, timeout=timeout, metadata=self._metadata)
-        else:
-            self._call = self._stub.ResumeStream(resume, timeout=timeout, metadata=self._metadata)
+        self._call = self._position.call(self._stub, self._metadata)
         self._messages: AsyncIterator[Any] = self._call.__aiter__()
 
     def __aiter__(self) -> Self:

@@ -6,7 +6,9 @@ is repeated to the caller, and the events' numbers go on.
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagecast.errors import NotFound, RpcError, Unavailable
 from pagecast.v1 import generation_pb2 as pb
@@ -52,6 +54,13 @@ class Position:
     def timeout(self) -> float | None:
         """Seconds that are left for the next call."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
+
+    def call(self, stub: Any, metadata: Sequence[tuple[str, str]]) -> Any:
+        """The next call on a synchronous or asynchronous stub: the first request, or where to go on from."""
+        resume = self.resume_request()
+        if resume is None:
+            return stub.GenerateStream(self.request, timeout=self.timeout(), metadata=metadata)
+        return stub.ResumeStream(resume, timeout=self.timeout(), metadata=metadata)
 
     def resume_request(self) -> pb.ResumeStreamRequest | None:
         """What to ask for next; None: the first request again."""

@@ -43,12 +43,7 @@ class Stream:
         self._begin()
 
     def _begin(self) -> None:
-        position = self._position
-        resume, timeout = position.resume_request(), position.timeout()
-        if resume is None:
-            self._call = self._stub.GenerateStream(position.request, timeout=timeout, metadata=self._metadata)
-        else:
-            self._call = self._stub.ResumeStream(resume, timeout=timeout, metadata=self._metadata)
+        self._call = self._position.call(self._stub, self._metadata)
         self._messages: Iterator[Any] = iter(self._call)
 
     def __iter__(self) -> Self:

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from frontend.fake_scheduler import FakeScheduler
 from google.rpc import error_details_pb2, status_pb2
 
 from pagecast.v1 import generation_pb2_grpc
+from pagecast_scheduler.frontend import reloading
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.main import Frontend
@@ -90,3 +91,16 @@ def details(error: grpc.aio.AioRpcError) -> tuple[status_pb2.Status, dict[str, A
         found[type(detail).__name__] = detail
     assert status.code == error.code().value[0]
     return status, found
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for a Unix socket."""
+    with tempfile.TemporaryDirectory(prefix="pc") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are taken over when they change are looked at every time."""
+    monkeypatch.setattr(reloading, "CHECK_EVERY_S", 0.0)

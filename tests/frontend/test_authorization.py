@@ -1,8 +1,6 @@
 """Tokens, certificates and roles: who may call what on which listener, quotas, and whose cache and ids are whose."""
 
 import asyncio
-import tempfile
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from structlog.testing import capture_logs
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc, runtime_pb2, runtime_pb2_grpc
 from pagecast_scheduler.frontend import auth_file as auth_files
-from pagecast_scheduler.frontend import reloading
 from pagecast_scheduler.frontend.authorizer import ROLES, roles_for
 from pagecast_scheduler.frontend.main import Frontend, StartError
 from pagecast_scheduler.frontend.principals import Principal, Quota, Role
@@ -40,15 +37,7 @@ max_priority = "batch"
 """
 
 
-@pytest.fixture
-async def folder() -> AsyncIterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pc") as name:
-        yield Path(name)
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reloading, "CHECK_EVERY_S", 0.0)
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def spec(**fields: Any) -> pb.GenerationSpec:

@@ -4,8 +4,6 @@ import asyncio
 import os
 import socket
 import stat
-import tempfile
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from frontend.secure_rig import Authority, secure_channel, write
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from pagecast_scheduler.frontend import certificates, reloading
+from pagecast_scheduler.frontend import certificates
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.listeners import PortInUse
 from pagecast_scheduler.frontend.main import Frontend, StartError
@@ -25,15 +23,7 @@ from pagecast_scheduler.frontend.main import Frontend, StartError
 CHECK = health_pb2.HealthCheckRequest()
 
 
-@pytest.fixture
-async def folder() -> AsyncIterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pc") as name:
-        yield Path(name)
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reloading, "CHECK_EVERY_S", 0.0)
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 async def asked(channel: grpc.aio.Channel) -> str:

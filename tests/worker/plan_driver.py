@@ -91,6 +91,16 @@ class Driver:
         self._chunks.append((job.row, job.computed, length))
         job.computed += length
 
+    def start(self, wanted: list[Job], chunk: int | None = None) -> None:
+        """Admit these and prefill them, a chunk of each at a time, until all decode."""
+        for job in wanted:
+            self.admit(job)
+        while any(job.computed < job.known for job in wanted):
+            for job in wanted:
+                if job.computed < job.known:
+                    self.chunk(job, chunk)
+            self.plan()
+
     def plan(self, num_steps: int = 1, paused: tuple[int, ...] = ()) -> StepResult:
         """Send the plan gathered so far, wait for it, and give rows that sampled their tokens."""
         self.submit(num_steps, paused)

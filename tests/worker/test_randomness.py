@@ -9,13 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.tiny_model import write_model
+from worker.tiny_model import load_tiny
 
 from pagecast_kernels.reference import gumbel_noise
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
-from pagecast_worker.config import WorkerConfig
-from pagecast_worker.torch_executor import TorchExecutor
 
 NUM_BLOCKS, VOCAB, SEED = 80, 512, 0xDEADBEEF_12345678
 PROMPT = [(37 * i) % 500 + 3 for i in range(40)]
@@ -23,11 +21,7 @@ PROMPT = [(37 * i) % 500 + 3 for i in range(40)]
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("tiny"))
-    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=8)
-    made = TorchExecutor(config)
-    made.load(lambda progress: None)
-    return made
+    return load_tiny(tmp_path_factory.mktemp("tiny"), NUM_BLOCKS)
 
 
 def jobs() -> list[Job]:
@@ -35,18 +29,8 @@ def jobs() -> list[Job]:
     return [Job(PROMPT, 12, SamplingParams(temperature=1.1, top_p=0.95, seed=SEED), sequence=sequence) for sequence in range(3)]
 
 
-def start(driver: Driver, wanted: list[Job], chunk: int | None = None) -> None:
-    for job in wanted:
-        driver.admit(job)
-    while any(job.computed < job.known for job in wanted):
-        for job in wanted:
-            if job.computed < job.known:
-                driver.chunk(job, chunk)
-        driver.plan()
-
-
 def together(driver: Driver, wanted: list[Job]) -> None:
-    start(driver, wanted)
+    driver.start(wanted)
     driver.finish()
 
 
@@ -57,25 +41,25 @@ def one_after_the_other(driver: Driver, wanted: list[Job]) -> None:
 
 def in_company_and_small_chunks(driver: Driver, wanted: list[Job]) -> None:
     company = [Job(PROMPT[n:], 30, SamplingParams(temperature=0.7, seed=n)) for n in range(1, 4)]
-    start(driver, company)
-    start(driver, wanted, chunk=7)
+    driver.start(company)
+    driver.start(wanted, chunk=7)
     while not all(job.done for job in wanted):
         driver.plan()
 
 
 def preempted_twice(driver: Driver, wanted: list[Job]) -> None:
-    start(driver, wanted)
+    driver.start(wanted)
     for order in (1, -1):
         driver.plan()
         driver.plan()
         for job in wanted:
             driver.release(job)
-        start(driver, wanted[::order], chunk=11)
+        driver.start(wanted[::order], chunk=11)
     driver.finish()
 
 
 def several_steps_a_plan(driver: Driver, wanted: list[Job]) -> None:
-    start(driver, wanted)
+    driver.start(wanted)
     while not all(job.done for job in wanted):
         driver.plan(num_steps=4)
 

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.tiny_model import write_model
+from worker.tiny_model import load_tiny
 
 from pagecast_kernels.reference import gumbel_noise
 from pagecast_wire.codec import pack_u32, view_u32
 from pagecast_wire.result import FLAG_DEAD, FLAG_IDLE, FLAG_STOP
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
-from pagecast_worker.config import WorkerConfig
-from pagecast_worker.torch_executor import TorchExecutor
 
 NUM_BLOCKS, VOCAB = 80, 512
 
@@ -32,11 +30,7 @@ def bias(values: dict[int, float]) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("tiny"))
-    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=8)
-    made = TorchExecutor(config)
-    made.load(lambda progress: None)
-    return made
+    return load_tiny(tmp_path_factory.mktemp("tiny"), NUM_BLOCKS)
 
 
 def drive(executor, epoch: int = 1) -> Driver:
@@ -113,19 +107,9 @@ def jobs() -> list[Job]:
     ]  # fmt: skip
 
 
-def start(driver: Driver, wanted: list[Job], chunk: int | None = None) -> None:
-    for job in wanted:
-        driver.admit(job)
-    while any(job.computed < job.known for job in wanted):
-        for job in wanted:
-            if job.computed < job.known:
-                driver.chunk(job, chunk)
-        driver.plan()
-
-
 def test_every_rule_beside_rows_without_any(executor):
     driver, wanted = drive(executor), jobs()
-    start(driver, wanted, chunk=3)
+    driver.start(wanted, chunk=3)
     driver.finish()
     check(executor, wanted)
     assert max(wanted[2].output.count(token) for token in wanted[2].output) < 8  # the penalty did something
@@ -135,16 +119,16 @@ def test_counts_are_made_again_from_the_history(executor):
     """Preempted in the middle and admitted to another row, a sequence goes on as one that was not."""
     whole = jobs()
     driver = drive(executor)
-    start(driver, whole)
+    driver.start(whole)
     driver.finish()
     again = jobs()
     driver = drive(executor)
-    start(driver, again)
+    driver.start(again)
     for _ in range(3):
         driver.plan()
     for job in again:
         driver.release(job)
-    start(driver, again[::-1])
+    driver.start(again[::-1])
     driver.finish()
     assert [job.output for job in again] == [job.output for job in whole]
 
@@ -157,7 +141,7 @@ def test_same_tokens_from_the_triton_operators(executor, monkeypatch):
         for job in wanted:
             job.max_output = 4
         driver = drive(executor)
-        start(driver, wanted)
+        driver.start(wanted)
         driver.finish()
         return [job.output for job in wanted]
 
@@ -169,10 +153,10 @@ def test_same_tokens_from_the_triton_operators(executor, monkeypatch):
 def test_plans_of_several_steps(executor):
     single, several = jobs(), jobs()
     driver = drive(executor)
-    start(driver, single)
+    driver.start(single)
     driver.finish()
     driver = drive(executor)
-    start(driver, several)
+    driver.start(several)
     while not all(job.done for job in several):
         driver.plan(num_steps=3)
     assert [job.output for job in several] == [job.output for job in single]
@@ -182,13 +166,13 @@ def test_bad_words_over_the_edge_of_prompt_and_output(executor):
     """Words made of what greedy decoding says: whole, beginning in the prompt, and one that shares a beginning with another."""
     free = Job(PROMPT, 8)
     driver = drive(executor)
-    start(driver, [free])
+    driver.start([free])
     driver.finish()
     said = free.output
     words = [[*PROMPT[-2:], said[0]], said[2:4], [said[2], 400], [said[5]]]
     job = Job(PROMPT, 12, SamplingParams(temperature=0.0, **bad_words(*words)))
     driver = drive(executor)
-    start(driver, [job])
+    driver.start([job])
     driver.finish()
     check(executor, [job])
     text = PROMPT + job.output
@@ -199,13 +183,13 @@ def test_bad_words_over_the_edge_of_prompt_and_output(executor):
 def test_min_output_tokens_beat_every_stop(executor):
     free = Job(PROMPT, 8)
     driver = drive(executor)
-    start(driver, [free])
+    driver.start([free])
     driver.finish()
     stops = sorted(set(free.output))
     eager = SamplingParams(temperature=0.0, **bias({7: 80.0}))
     wanted = [Job(PROMPT, 8, stop_token_ids=stops, min_output=4), Job(PROMPT, 8, eager, [7], 3)]
     driver = drive(executor)
-    start(driver, wanted)
+    driver.start(wanted)
     driver.finish()
     check(executor, wanted)
     assert not set(wanted[0].output[:4]) & set(stops) and len(wanted[0].output) > 4
@@ -216,10 +200,10 @@ def test_a_row_without_any_token_left_is_dead_and_harms_nobody(executor):
     dead = Job(PROMPT, 4, SamplingParams(temperature=1.0, allowed_token_ids=pack_u32([7]), **bad_words([7])))
     alone, beside = Job(PROMPT, 4), Job(PROMPT, 4)
     driver = drive(executor)
-    start(driver, [alone])
+    driver.start([alone])
     driver.finish()
     driver = drive(executor)
-    start(driver, [dead, beside])
+    driver.start([dead, beside])
     assert dead.flags[0] & FLAG_DEAD
     driver.release(dead)
     driver.finish()
@@ -230,17 +214,17 @@ def test_a_plain_row_after_one_with_rules(executor):
     """The row is the same; nothing of its owner before may be left."""
     plain = Job(PROMPT, 5)
     driver = drive(executor)
-    start(driver, [plain])
+    driver.start([plain])
     driver.finish()
     driver = drive(executor)
     first = Job(PROMPT, 3, SamplingParams(temperature=0.0, allowed_token_ids=pack_u32([8])))
-    start(driver, [first])
+    driver.start([first])
     driver.finish()
     biased = Job(PROMPT, 5, SamplingParams(temperature=0.0, **bias({500: 0.0})))
-    start(driver, [biased])
+    driver.start([biased])
     driver.finish()
     after = Job(PROMPT, 5)
-    start(driver, [after])
+    driver.start([after])
     driver.finish()
     assert first.output == [8, 8, 8]
     assert after.output == plain.output == biased.output

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.tiny_model import write_model
+from worker.tiny_model import load_tiny
 
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
-from pagecast_worker.config import WorkerConfig
 from pagecast_worker.graphs import DecodeGraphs
 from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step
-from pagecast_worker.torch_executor import TorchExecutor
 
 NUM_BLOCKS = 60
 SIZES = [Size(8, 2, 3, 5), Size(16, 8, 3, 8), Size(24, 8, 3, 8), Size(56, 8, 3, 8)]
@@ -43,11 +41,7 @@ class MixedHere(MixedGraphs):
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("tiny"))
-    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=8)
-    made = TorchExecutor(config)
-    made.load(lambda progress: None)
-    return made
+    return load_tiny(tmp_path_factory.mktemp("tiny"), NUM_BLOCKS)
 
 
 def random_outputs(executor, seed: int, count: int = 10, longest: int = 60) -> list[list[int]]:

@@ -4,17 +4,15 @@ import numpy as np
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.tiny_model import write_model
+from worker.tiny_model import load_tiny
 
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP
 from pagecast_wire.sampling import SamplingParams
-from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import PlanError
 from pagecast_worker.graphs import DecodeGraphs, buckets
 from pagecast_worker.results import join_steps
-from pagecast_worker.torch_executor import TorchExecutor
 
 NUM_BLOCKS = 60
 GREEDY = SamplingParams(temperature=0.0)
@@ -29,11 +27,7 @@ class ReplayedHere(DecodeGraphs):
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory):
-    folder = write_model(tmp_path_factory.mktemp("tiny"))
-    config = WorkerConfig(run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=8)
-    made = TorchExecutor(config)
-    made.load(lambda progress: None)
-    return made
+    return load_tiny(tmp_path_factory.mktemp("tiny"), NUM_BLOCKS)
 
 
 def driver_of(executor):

@@ -6,6 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from pagecast_worker.config import WorkerConfig
+from pagecast_worker.torch_executor import TorchExecutor
+
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -57,3 +60,13 @@ def write_model(folder: Path, shards: int = 2, **changes: object) -> Path:
         where |= dict.fromkeys(mine, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
+
+
+def load_tiny(folder, num_blocks: int) -> TorchExecutor:
+    """A float32 CPU executor of the tiny model, whose checkpoint is written into `folder`."""
+    config = WorkerConfig(
+        run_dir="/unused", model=str(write_model(folder)), device="cpu", dtype="float32", num_blocks=num_blocks, max_num_seqs=8
+    )
+    executor = TorchExecutor(config)
+    executor.load(lambda progress: None)
+    return executor

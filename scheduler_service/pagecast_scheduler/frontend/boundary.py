@@ -7,7 +7,7 @@ opaque id that also stands in the log.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -63,59 +63,48 @@ def _gone() -> asyncio.CancelledError:
     return asyncio.CancelledError("the caller is gone")
 
 
-def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(request: Any, context: Any) -> Any:
-        try:
-            if isinstance(request, Refusal):
-                raise request
-            return await behaviour(request, context)
-        except Refusal as refusal:
-            answer = refusal
-        except grpc.aio.AbortError:
+async def _guarded(method: str, work: Awaitable[Any], context: Any) -> Any:
+    """What `work` gives, unless it raises: then the call ends with a status, or with the caller's own cancel."""
+    try:
+        return await work
+    except Refusal as refusal:
+        answer = refusal
+    except grpc.aio.AbortError:
+        raise
+    except asyncio.CancelledError:
+        if _is_being_cancelled():
             raise
-        except asyncio.CancelledError:
-            if _is_being_cancelled():
-                raise
-            answer = _bug(method)
-        except grpc.aio.InternalError:
-            raise _gone() from None
-        except Exception:
-            answer = _bug(method)
-        return await end_with(context, answer)
-
-    return call
+        answer = _bug(method)
+    except grpc.aio.InternalError:
+        raise _gone() from None
+    except Exception:
+        answer = _bug(method)
+    return await end_with(context, answer)
 
 
-async def _requests(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in stream:
+def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    async def work(request: Any, context: Any) -> Any:
         if isinstance(request, Refusal):
             raise request
-        yield request
+        return await behaviour(request, context)
+
+    return lambda request, context: _guarded(method, work(request, context), context)
 
 
 def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
     """For handlers that are async generators over a request stream (reflection)."""
 
-    async def call(stream: AsyncIterator[Any], context: Any) -> None:
-        try:
-            async for response in behaviour(_requests(stream), context):
-                await context.write(response)
-            return
-        except Refusal as refusal:
-            answer = refusal
-        except grpc.aio.AbortError:
-            raise
-        except asyncio.CancelledError:
-            if _is_being_cancelled():
-                raise
-            answer = _bug(method)
-        except grpc.aio.InternalError:
-            raise _gone() from None
-        except Exception:
-            answer = _bug(method)
-        await end_with(context, answer)
+    async def requests(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        async for request in stream:
+            if isinstance(request, Refusal):
+                raise request
+            yield request
 
-    return call
+    async def work(stream: AsyncIterator[Any], context: Any) -> None:
+        async for response in behaviour(requests(stream), context):
+            await context.write(response)
+
+    return lambda stream, context: _guarded(method, work(stream, context), context)
 
 
 def wrap(method: str, handler: Any, max_bytes: int) -> Any:

@@ -21,6 +21,7 @@ from pagecast_scheduler.frontend.certificates import watch as watch_certificates
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.engine_client import EngineClient
 from pagecast_scheduler.frontend.errors import Reason
+from pagecast_scheduler.frontend.event_loop import run_until_done
 from pagecast_scheduler.frontend.health import HealthServicer
 from pagecast_scheduler.frontend.listeners import (
     Guards,
@@ -237,10 +238,5 @@ def run(config: FrontendConfig) -> int:
     if Path(config.model).is_dir():
         # transformers reads such a folder without torch, but would load it (seconds, hundreds of MiB) if it found it.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(serve(config))
     grpc.aio.init_grpc_aio()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config))
+    return run_until_done(serve(config))

@@ -6,7 +6,6 @@ The parts do not depend on how the text was cut.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +37,6 @@ class CallArguments:
 
 
 Part = Text | Reasoning | CallStart | CallArguments
-
-
-class Splitter(Protocol):
-    """Turns pieces of text into parts."""
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that these next characters complete."""
-
-    def flush(self) -> list[Part]:
-        """What the end of the output still releases; call once."""
 
 
 class MarkFinder:

@@ -15,6 +15,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagecast_scheduler.frontend.event_loop import run_until_done
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.gateway.app import make_app
 from pagecast_scheduler.gateway.backend import Backend
@@ -135,9 +136,4 @@ def run(config: GatewayConfig) -> int:
         print(f"pagecast gateway: {problem}", file=sys.stderr)
         return 2
     configure_logs(config.log_format, config.log_level)
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(serve(config))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(config))
+    return run_until_done(serve(config))
