@@ -65,7 +65,8 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 def make_app(backend: Backend, version: str) -> FastAPI:
     """The application. The backend outlives it."""
-    app = FastAPI(title="Pagecast", version=version, description="OpenAI-compatible HTTP API of a Pagecast cluster")
+    about = "OpenAI-compatible HTTP API of a Pagecast cluster"
+    app = FastAPI(title="Pagecast", version=version, description=about, docs_url=None, redoc_url=None)  # whose pages load code from elsewhere
     _add_error_handlers(app)
     _add_generation(app, Gateway(backend))
     _add_models(app, backend)

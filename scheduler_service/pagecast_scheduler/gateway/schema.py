@@ -158,11 +158,10 @@ class ChatCompletionRequest(_Generation):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: StrictBool | None = None
+    parallel_tool_calls: Literal[True] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
     reasoning_effort: str | None = None
-    verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
 
 

@@ -47,6 +47,8 @@ def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
         spec.chat.add_generation_prompt = body.add_generation_prompt
     if body.chat_template_kwargs:
         spec.chat.template_kwargs.update(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:  # for the templates that read it
+        spec.chat.template_kwargs.update({"reasoning_effort": body.reasoning_effort})
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise BadBody("max_tokens and max_completion_tokens name the same limit; give one", "max_completion_tokens")
     _limit(spec, body.max_completion_tokens if body.max_tokens is None else body.max_tokens)
