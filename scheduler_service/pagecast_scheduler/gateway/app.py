@@ -66,7 +66,8 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 def make_app(backend: Backend, version: str) -> FastAPI:
     """The application. The backend outlives it."""
     about = "OpenAI-compatible HTTP API of a Pagecast cluster"
-    app = FastAPI(title="Pagecast", version=version, description=about, docs_url=None, redoc_url=None)  # whose pages load code from elsewhere
+    # FastAPI's own pages about an API load their code from elsewhere.
+    app = FastAPI(title="Pagecast", version=version, description=about, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
     _add_generation(app, Gateway(backend))
     _add_models(app, backend)
