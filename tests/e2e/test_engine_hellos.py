@@ -65,9 +65,9 @@ def test_a_rank_of_another_build_is_told_to_stop_and_named_when_time_is_up(tmp_p
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
-    with engine_thread(tmp_path, tensor_parallel_size=4, rank_timeout_s=0.5) as engine:
-        present = RigWorker(tmp_path, 2, 4)
-        present.start()
+    present = RigWorker(tmp_path, 2, 4)
+    present.start()  # dials before anybody listens, so that it is there as soon as the engine is
+    with engine_thread(tmp_path, tensor_parallel_size=4, rank_timeout_s=3.0) as engine:
         assert engine.exit_code() == 1  # type: ignore[attr-defined]
         assert all(f"rank {r}" in engine.reason for r in (0, 1, 3)) and "rank 2" not in engine.reason
         present.quit.set()
