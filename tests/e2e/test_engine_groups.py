@@ -99,6 +99,9 @@ def test_what_differs_is_named_before_anything_is_loaded(tmp_path: Path) -> None
         ):
             stop = Peer(context, tmp_path, 1, **wrong).receive()
             assert isinstance(stop, StopWorker) and all(word in stop.reason for word in ("refused", *words))
+        while not engine.reason and time.monotonic() < end:
+            zero.send(zero.join)
+            time.sleep(0.1)
         assert engine.exit_code() == 1  # type: ignore[attr-defined]
         assert "rank 1 (refused: wire digest feed" in engine.reason
 

@@ -1,7 +1,8 @@
 """The progress bar of a starting cluster: one line for each rank on a terminal, a plain line for each phase elsewhere."""
 
-import sys
 from typing import Any
+
+from pagecast_scheduler.launch.output import write_line
 
 
 class LoadingBar:
@@ -20,7 +21,7 @@ class LoadingBar:
         if not self._console.is_terminal:
             if self._phases.get(rank) != phase:
                 self._phases[rank] = phase
-                print(f"rank {rank}: {phase}", file=sys.stderr, flush=True)
+                write_line(f"rank {rank}: {phase}")
             return
         if self._bar is None:
             self._bar = _bar(self._console)
@@ -34,7 +35,7 @@ class LoadingBar:
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line, file=sys.stderr, flush=True)
+            write_line(line)
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called again."""

@@ -9,6 +9,7 @@ from pagecast.cli import options
 from pagecast.cli.loading import LoadingBar
 from pagecast_scheduler.launch.events import ChildExited, Event, Failed, Loading, Ready, Stopping
 from pagecast_scheduler.launch.local import LaunchError, RunDir, Supervisor
+from pagecast_scheduler.launch.output import write_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,4 +86,4 @@ class Screen:
             self._complain(f"{event.name} failed: {self._last_words.pop(event.name, event.line or 'it said nothing')}")
 
     def _complain(self, text: str) -> None:
-        print(f"pagecast serve: {text}", file=sys.stderr, flush=True)
+        write_line(f"pagecast serve: {text}")

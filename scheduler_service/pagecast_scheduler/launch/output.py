@@ -13,9 +13,15 @@ OnOutput = Callable[[str, str], None]
 _MAX_LINE: Final = 65536
 
 
+def write_line(line: str) -> None:
+    """A line to standard error in one write: `print` makes two, and the text of another thread can end up between them."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
 def to_stderr(name: str, line: str) -> None:
     """Pass a line on as it is; every log line says already which role wrote it."""
-    print(line, file=sys.stderr, flush=True)
+    write_line(line)
 
 
 class Stream:
