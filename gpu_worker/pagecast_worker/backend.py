@@ -50,8 +50,10 @@ class Backend:
     def prepare(self, model: Decoder) -> None:
         """Operators and staging for a loaded model."""
         if self.is_cuda:
+            from pagecast_kernels import products
             from pagecast_worker.cuda_staging import CudaStaging
 
+            products.prepare(self.device)
             self.ops = cuda_operators(self.config, model, self.device)
             self.staging = CudaStaging(self.device, self.config.max_num_seqs)
         else:

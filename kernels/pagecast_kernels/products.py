@@ -1,12 +1,20 @@
-"""The product of a layer by whatever is fastest for its number of rows: ours for one, else one of two libraries."""
+"""The product of a layer by whatever is fastest for its number of rows: ours for one, else a library's, by an algorithm that we measured
+or that it guesses."""
 
 import torch
 from torch import Tensor
 
-from pagecast_kernels import configs, reference
+from pagecast_kernels import configs, product_table, reference
 from pagecast_kernels.gemv import gemv
 
 _preferred = ""
+_table: product_table.ProductTable | None = None
+
+
+def prepare(device: torch.device) -> None:
+    """Take the measured algorithms for this device, if there are any, and the scratch memory they share. Once, before any graph."""
+    global _table
+    _table = product_table.load(device)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -14,6 +22,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
     if x.shape[0] == 1 and x.dtype != torch.float32 and x.shape[1] % 8 == 0:
         return gemv(x, weight, bias)
+    if _table is not None and bias is None and (y := _table.linear(x, weight)) is not None:
+        return y
     if x.is_cuda:
         aligned = x.element_size() == 2 and x.shape[1] % 8 == 0 and weight.shape[0] % 8 == 0
         prefer(configs.blas_library(x.shape[0]) if aligned else "cublas")

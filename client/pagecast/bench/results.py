@@ -56,14 +56,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def provenance(now: datetime) -> dict[str, Any]:
+    """What printed a figure, when, and on what machine."""
+    command = "pagecast " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+    when = {"date": f"{now:%Y-%m-%d}", "time": f"{now:%H:%M:%S}Z"}
+    return {"command": command} | when | {"machine": machine(), "versions": versions()}
+
+
 def write(folder: str, name: str, metrics: dict[str, float], details: dict[str, Any]) -> Path:
     """Write `folder/<date>-<name>.json` and return its path. metrics: dotted name to figure; details: everything else."""
     now = datetime.now(UTC)
     path = Path(folder) / f"{now:%Y%m%dT%H%M%S}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = "pagecast " + " ".join(shlex.quote(word) for word in sys.argv[1:])
-    when = {"date": f"{now:%Y-%m-%d}", "time": f"{now:%H:%M:%S}Z"}
-    record = {"name": name, "command": command} | when | {"machine": machine(), "versions": versions(), "metrics": metrics}
+    record = {"name": name} | provenance(now) | {"metrics": metrics}
     path.write_text(json.dumps(record | details, indent=1) + "\n")
     return path
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from datetime import UTC, datetime
 from typing import Any
 
 _ATTENTION = {
@@ -17,6 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
     every = "decode,prefill,mixed,shared,sample,products,quantized,experts,latent"
     parser.add_argument("--parts", default=every, help="what to measure, separated by commas")
+    parser.add_argument(
+        "--tune", nargs="+", metavar="SHAPE",
+        help="instead, find the best cuBLASLt algorithm for every product of these models (names of --random-weights) and write the table "
+        "that serving reads",
+    )  # fmt: skip
+    parser.add_argument("--tune-rows", type=numbers, metavar="N,N", help="rows to tune for (default: those of serving's graphs, and more)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
+
+
+def numbers(text: str) -> list[int]:
+    """[16, 64] of "16,64"."""
+    return [int(part) for part in text.split(",")]
 
 
 def lengths(shape: str) -> list[int]:
@@ -54,6 +67,39 @@ def attention_metrics(cases: Any, parts: set[str]) -> dict[str, float]:
     return found
 
 
+def products_of(config: dict[str, Any], ranks: int = 1) -> list[tuple[int, int]]:
+    """[columns, depth] of the weights of one rank: query, key and value; output; gate and up; down; and last the head."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim, kv_heads = config.get("head_dim", hidden // heads), max(config["num_key_value_heads"] // ranks, 1)
+    queries, inner = heads * head_dim // ranks, config["intermediate_size"] // ranks
+    head = -(-config["vocab_size"] // ranks)
+    return [(queries + 2 * kv_heads * head_dim, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner), (head, hidden)]
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Measure every product of the named models and write the table of this GPU."""
+    import torch
+
+    from pagecast.bench import model_shapes, results
+    from pagecast_kernels import cublaslt, tune_products
+
+    unknown = [name for name in args.tune if name not in model_shapes.SHAPES]
+    if unknown:
+        print(f"pagecast bench kernels: --tune {unknown[0]}: not one of {', '.join(model_shapes.SHAPES)}", file=sys.stderr)
+        return 2
+    products = [products_of(model_shapes.SHAPES[name], args.tensor_parallel_size) for name in args.tune]
+    rows = args.tune_rows or [*tune_products.DECODE_ROWS, *tune_products.MIXED_ROWS]
+    shapes, device = list(dict.fromkeys(shape for model in products for shape in model)), torch.device("cuda", torch.cuda.current_device())
+    try:
+        version, found, metrics = tune_products.tune(shapes, rows, device, only_decode=[model[-1] for model in products])
+    except (OSError, cublaslt.BlasError) as error:
+        print(f"pagecast bench kernels: {error}", file=sys.stderr)
+        return 1
+    print(results.write(args.results, "tune", metrics, {}))
+    print(tune_products.write_table(device, version, found, results.provenance(datetime.now(UTC))))
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     import torch
 
@@ -62,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("pagecast bench kernels: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
+    if args.tune:
+        return tune(args)
     from pagecast_kernels import bench_cases, bench_products
 
     parts = set(args.parts.split(","))

@@ -1,0 +1,101 @@
+"""`pagecast bench kernels --tune`: which algorithm of cuBLASLt is best for each product of a model, measured and kept as a table."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagecast_kernels import bench_cases, cublaslt, product_table, products, reference
+
+DECODE_ROWS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 112, 128, 160, 192, 224, 256)
+"""The batch sizes that serving has graphs for, most of them."""
+MIXED_ROWS = (320, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384)
+GAIN = 0.99
+"""An algorithm is kept where it needs less than this share of the time of torch's own choice."""
+
+
+class Case:
+    """One product over enough weights that none is found in the L2 cache."""
+
+    def __init__(self, rows: int, weights: list[Tensor]) -> None:
+        self.weights = weights
+        self.x = torch.empty((rows, weights[0].shape[1]), dtype=weights[0].dtype, device=weights[0].device).normal_()
+        self.out = self.x.new_empty((rows, weights[0].shape[0]))
+
+    def own(self, product: cublaslt.Product) -> list[bench_cases.Launch]:
+        return [partial(product, self.x, weight, self.out) for weight in self.weights]
+
+    def torch(self, name: str) -> list[bench_cases.Launch]:
+        """Through one of torch's two libraries, "cublas" or "cublaslt"."""
+
+        def launch(weight: Tensor) -> Tensor:
+            products.prefer(name)
+            return reference.linear(self.x, weight)
+
+        return [partial(launch, weight) for weight in self.weights]
+
+    def is_right(self, product: cublaslt.Product) -> bool:
+        """Whether it gives what float32 sums give, but for rounding."""
+        product(self.x, self.weights[0], self.out)
+        want = reference.linear(self.x, self.weights[0]).float()
+        return bool(torch.linalg.norm(self.out.float() - want) <= 1e-2 * torch.linalg.norm(want))
+
+
+def copies(columns: int, depth: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Random weights, more than bench_cases.ROTATE_BYTES of them in all."""
+    count = max(-(-bench_cases.ROTATE_BYTES // (columns * depth * dtype.itemsize)), 2)
+    return [torch.empty((columns, depth), dtype=dtype, device=device).normal_() for _ in range(count)]
+
+
+def best(case: Case, problem: cublaslt.Problem, lib: cublaslt.Library, most: int) -> tuple[cublaslt.Algorithm | None, float, float]:
+    """(algorithm, its microseconds, those of the better of torch's libraries); None with torch's own where nothing gains on it."""
+    runnable: dict[cublaslt.Algorithm, cublaslt.Product] = {}
+    for algorithm in problem.candidates(most):
+        algo = problem.algo(algorithm)
+        if algo is not None and case.is_right(cublaslt.Product(lib, problem, algo)):
+            runnable[algorithm] = cublaslt.Product(lib, problem, algo)
+    quick = {each: bench_cases.graph_us(case.own(product), least_us=300.0, repeats=2) for each, product in runnable.items()}
+    rivals: dict[Any, list[bench_cases.Launch]] = {name: case.torch(name) for name in ("cublas", "cublaslt")}
+    finalists: dict[Any, list[bench_cases.Launch]] = {each: case.own(runnable[each]) for each in sorted(quick, key=quick.__getitem__)[:4]}
+    timed = bench_cases.alternate({**rivals, **finalists}, rounds=3)
+    library_us = min(timed[name] for name in rivals)
+    winner = min(finalists, key=timed.__getitem__, default=None)
+    if winner is None or timed[winner] > GAIN * library_us:
+        return None, library_us, library_us
+    return winner, timed[winner], library_us
+
+
+def tune(
+    shapes: Iterable[tuple[int, int]], rows: Iterable[int], device: torch.device, *, only_decode: Iterable[tuple[int, int]] = (),
+    report: Callable[[str], None] = print,
+) -> tuple[int, dict[str, dict[str, list[str] | None]], dict[str, float]]:
+    """(library version, products for product_table.write, metrics) of bf16 products with weights of [columns, depth] by these rows.
+
+    only_decode: shapes that are never asked for more rows than a decode step has. Raises OSError, cublaslt.BlasError.
+    """
+    lib = cublaslt.Library(device)
+    few, found, metrics = set(only_decode), {}, {}
+    for columns, depth in shapes:
+        weights = copies(columns, depth, torch.bfloat16, str(device))
+        by_rows: dict[str, list[str] | None] = {}
+        for count in rows:
+            if (columns, depth) in few and count > DECODE_ROWS[-1]:
+                continue
+            problem = cublaslt.Problem(lib, count, columns, depth, torch.bfloat16)
+            algorithm, own_us, library_us = best(Case(count, weights), problem, lib, 64 if count <= 1024 else 24)
+            by_rows[str(count)] = None if algorithm is None else [f"{word:x}" for word in algorithm]
+            metrics[f"kernels.tune.{columns}x{depth}.M{count}.ratio"] = library_us / own_us
+            report(f"{columns} x {depth}, {count} rows: {own_us:.1f} us, torch {library_us:.1f} us")
+        found[f"bfloat16 {columns} {depth}"] = by_rows
+        del weights
+    return lib.version, found, metrics
+
+
+def write_table(device: torch.device, version: int, found: dict[str, Any], note: dict[str, Any]) -> str:
+    """Into the table of this device; gives its path."""
+    name = torch.cuda.get_device_name(device)
+    file = product_table.path(name)
+    product_table.write(file, name, version, found, note)
+    return str(file)

@@ -1,0 +1,185 @@
+"""Algorithms of cuBLASLt by table: arguments in the library's order, the right one for a number of rows, torch where there is none."""
+
+import ctypes
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pagecast_kernels import cublaslt, product_table, products, reference
+
+VERSION = 130100
+DEVICE = torch.device("cpu")
+FAST, SLOW, BROKEN = (tuple([number] * 8) for number in (7, 8, 9))
+
+
+class Blas:
+    """Stands in for the library: it understands descriptions as the real one does, computes on the CPU, and notes each algorithm it ran."""
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self._kept: list[Any] = []
+        for name in dir(type(self)):
+            if name.startswith("_made_"):
+                setattr(self, name.removeprefix("_made_"), partial(getattr(self, name)))
+
+    def _keep(self, pointer: Any, value: Any) -> int:
+        self._kept.append(value)
+        pointer._obj.value = len(self._kept)
+        return 0
+
+    def _at(self, pointer: Any) -> Any:
+        return self._kept[pointer.value - 1]
+
+    def _made_cublasLtGetVersion(self) -> int:
+        return VERSION
+
+    def _made_cublasLtCreate(self, handle: Any) -> int:
+        return self._keep(handle, "handle")
+
+    def _made_cublasLtMatmulDescCreate(self, made: Any, compute: int, scale: int) -> int:
+        assert (compute, scale) == (68, 0)  # CUBLAS_COMPUTE_32F, CUDA_R_32F
+        return self._keep(made, {})
+
+    def _made_cublasLtMatmulDescSetAttribute(self, operation: Any, attribute: int, value: Any, size: Any) -> int:
+        assert size.value == ctypes.sizeof(value._obj)
+        self._at(operation)[attribute] = value._obj.value
+        return 0
+
+    def _made_cublasLtMatrixLayoutCreate(self, made: Any, kind: int, rows: Any, columns: Any, leading: Any) -> int:
+        return self._keep(made, (kind, rows.value, columns.value, leading.value))
+
+    def _made_cublasLtMatmulPreferenceCreate(self, made: Any) -> int:
+        return self._keep(made, {})
+
+    _made_cublasLtMatmulPreferenceSetAttribute = _made_cublasLtMatmulDescSetAttribute
+
+    def _made_cublasLtMatmulPreferenceDestroy(self, preference: Any) -> int:
+        return 0
+
+    def _made_cublasLtMatmulAlgoGetHeuristic(
+        self, handle: Any, operation: Any, a: Any, b: Any, c: Any, d: Any, preference: Any, most: int, found: Any, count: Any
+    ) -> int:
+        for place, (algorithm, state) in enumerate(((SLOW, 0), (BROKEN, 15), (FAST, 0))[:most]):
+            found[place].algo.data[:] = algorithm
+            found[place].state = state
+        count._obj.value = min(3, most)
+        return 0
+
+    def _made_cublasLtMatmulAlgoCheck(self, handle: Any, operation: Any, a: Any, b: Any, c: Any, d: Any, algo: Any, result: Any) -> int:
+        result._obj.workspace = 1024
+        return 15 if algo._obj.data[0] == BROKEN[0] else 0
+
+    def _made_cublasLtMatmul(
+        self, handle: Any, operation: Any, alpha: Any, a_ptr: Any, a: Any, b_ptr: Any, b: Any, beta: Any, c_ptr: Any, c: Any, d_ptr: Any,
+        d: Any, algo: Any, workspace: Any, size: Any, stream: Any,
+    ) -> int:  # fmt: skip
+        assert (alpha._obj.value, beta._obj.value, size.value) == (1.0, 0.0, cublaslt.WORKSPACE_BYTES)
+        left, right = self._matrix(a_ptr, a), self._matrix(b_ptr, b)
+        left = left.t() if self._at(operation).get(3) == 1 else left
+        self._matrix(d_ptr, d).copy_((left.float() @ right.float()).bfloat16())
+        self.ran.append(algo._obj.data[0])
+        return 0
+
+    def _matrix(self, pointer: Any, layout: Any) -> torch.Tensor:
+        """Columns first, as the library reads memory."""
+        kind, rows, columns, leading = self._at(layout)
+        assert kind == 14 and leading == rows  # CUDA_R_16BF
+        memory = (ctypes.c_char * (2 * rows * columns)).from_address(pointer.value)
+        return torch.frombuffer(memory, dtype=torch.bfloat16).view(columns, rows).t()
+
+
+@pytest.fixture
+def blas(monkeypatch: pytest.MonkeyPatch) -> Blas:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    return Blas()
+
+
+def table_of(blas: Blas, **by_rows: Any) -> product_table.ProductTable:
+    entries = {("torch.bfloat16", 24, 64): {int(rows.removeprefix("m")): algorithm for rows, algorithm in by_rows.items()}}
+    return product_table.ProductTable(cublaslt.Library(DEVICE, blas), entries)
+
+
+def test_a_product_by_algorithm_is_the_product(blas: Blas) -> None:
+    g = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(*shape, generator=g).bfloat16() for shape in ((40, 64), (24, 64)))
+    got = table_of(blas, m40=FAST).linear(x, weight)
+    assert got is not None and blas.ran == [7]
+    torch.testing.assert_close(got, reference.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+def test_the_next_larger_measured_number_of_rows_decides(blas: Blas) -> None:
+    table, weight = table_of(blas, m64=FAST, m128=None, m256=SLOW), torch.zeros(24, 64).bfloat16()
+
+    def ran(rows: int) -> int | None:
+        before = len(blas.ran)
+        product = table.linear(torch.zeros(rows, 64).bfloat16(), weight)
+        assert (product is None) == (len(blas.ran) == before)
+        return None if product is None else blas.ran[-1]
+
+    assert [ran(rows) for rows in (31, 33, 64, 65, 128, 200, 256, 257)] == [None, 7, 7, None, None, 8, 8, None]
+
+
+def test_what_the_table_does_not_hold_or_the_library_cannot_run_is_left_to_torch(blas: Blas) -> None:
+    table = table_of(blas, m64=BROKEN)
+    assert table.linear(torch.zeros(64, 64).bfloat16(), torch.zeros(24, 64).bfloat16()) is None
+    assert table.linear(torch.zeros(64, 64).half(), torch.zeros(24, 64).half()) is None
+    assert table.linear(torch.zeros(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16()) is None
+    assert table_of(blas, m64=FAST).linear(torch.zeros(64, 64).bfloat16().t(), torch.zeros(24, 64).bfloat16()) is None
+    assert not blas.ran
+
+
+def test_candidates_are_those_that_the_library_can_run_best_first(blas: Blas) -> None:
+    problem = cublaslt.Problem(cublaslt.Library(DEVICE, blas), 40, 24, 64, torch.bfloat16)
+    assert problem.candidates(8) == [SLOW, FAST]
+    assert problem.candidates(1) == [SLOW]
+
+
+def test_a_table_is_read_by_the_library_version_it_was_written_for(
+    blas: Blas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_table, "FOLDER", tmp_path / "tables")
+    file, lib = product_table.path("NVIDIA Test"), cublaslt.Library(DEVICE, blas)
+    assert product_table.load(DEVICE, lib) is None
+    words = [f"{word:x}" for word in FAST]
+    product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 24 64": {"40": words, "80": None}}, {"date": "2026-11-30"})
+    product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 32 64": {"40": words}}, {"date": "2026-12-01"})
+    stored = json.loads(file.read_text())
+    assert list(stored["products"]) == ["bfloat16 24 64", "bfloat16 32 64"] and stored["measured"] == {"date": "2026-12-01"}
+    x, weight = torch.ones(40, 64).bfloat16(), torch.ones(24, 64).bfloat16()
+    table = product_table.load(DEVICE, lib)
+    assert table is not None
+    monkeypatch.setattr(products, "_table", table)
+    assert products.linear(x, weight).eq(64).all() and blas.ran == [7]
+    product_table.write(file, "NVIDIA Test", VERSION + 1, {"bfloat16 32 64": {"40": words}}, {})
+    assert list(json.loads(file.read_text())["products"]) == ["bfloat16 32 64"]
+    assert product_table.load(DEVICE, lib) is None
+
+
+def test_a_refusal_names_the_call(blas: Blas) -> None:
+    with pytest.raises(cublaslt.BlasError, match="cublasLtMatmulAlgoCheck gave status 15"):
+        lib = cublaslt.Library(DEVICE, blas)
+        problem = cublaslt.Problem(lib, 40, 24, 64, torch.bfloat16)
+        algo = cublaslt._Algo((ctypes.c_uint64 * 8)(*BROKEN))
+        checked = (problem.operation, *problem.layouts(), ctypes.byref(algo), ctypes.byref(cublaslt._Heuristic()))
+        lib.call("cublasLtMatmulAlgoCheck", lib.handle, *checked)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_candidate_of_the_real_library_gives_the_product() -> None:
+    lib = cublaslt.Library(torch.device("cuda"))
+    for rows, columns, depth in ((40, 768, 576), (256, 6144, 4096)):
+        x, weight = (torch.randn(n, depth, device="cuda").bfloat16() for n in (rows, columns))
+        want = reference.linear(x.double(), weight.double())
+        problem = cublaslt.Problem(lib, rows, columns, depth, torch.bfloat16)
+        runnable = [algo for algorithm in problem.candidates(16) if (algo := problem.algo(algorithm)) is not None]
+        assert runnable
+        for algo in runnable:
+            out = torch.full((rows, columns), torch.nan, device="cuda", dtype=torch.bfloat16)
+            cublaslt.Product(lib, problem, algo)(x, weight, out)
+            assert torch.linalg.norm(out.double() - want) <= 8e-3 * torch.linalg.norm(want)
