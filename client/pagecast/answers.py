@@ -9,7 +9,8 @@ from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import model_pb2, runtime_pb2
 
 _REASONS: dict[int, types.FinishReason] = {1: "stop", 2: "length", 3: "time_limit", 4: "constraint_complete"}
-_PHASES: dict[int, types.Phase] = {1: "queued", 2: "prefilling", 3: "decoding", 4: "paused_slow_consumer", 5: "recovering", 6: "stalled"}
+PHASES: dict[int, types.Phase] = {1: "queued", 2: "prefilling", 3: "decoding", 4: "paused_slow_consumer", 5: "recovering", 6: "stalled"}
+PRIORITIES: dict[int, types.Priority] = {1: "batch", 2: "normal", 3: "interactive"}
 _STATES: dict[int, types.ServingState] = {1: "starting", 2: "serving", 3: "recovering", 4: "stalled", 5: "draining"}
 
 
@@ -31,7 +32,7 @@ def event(message: pb.StreamEvent) -> types.Event | None:
     if kind == "progress":
         now = message.progress
         return types.Progress(
-            message.seq, _PHASES.get(now.phase, "unspecified"), now.queue_position, now.prefill_done, now.prefill_total,
+            message.seq, PHASES.get(now.phase, "unspecified"), now.queue_position, now.prefill_done, now.prefill_total,
             now.cached_prompt_tokens, seconds(now.elapsed),
         )
     if kind == "sequence_finished":
@@ -122,3 +123,17 @@ def load(message: runtime_pb2.GetLoadResponse) -> types.Load:
     """How busy an instance is."""
     values = {name: getattr(message, name) for name in types.Load.__dataclass_fields__ if name != "state"}
     return types.Load(state=_STATES.get(message.state, "unspecified"), **values)
+
+
+def watched_load(message: runtime_pb2.WatchLoadResponse) -> types.Load:
+    """The load that a watch tells."""
+    return load(message.load)
+
+
+def cache_events(message: runtime_pb2.WatchCacheEventsResponse) -> types.CacheEvents:
+    """What has changed in a prefix cache."""
+    stored = tuple(types.CachedBlock(block.hash, block.parent_hash, tuple(block.token_ids)) for block in message.stored)
+    return types.CacheEvents(
+        message.instance_id, message.epoch, message.sequence, message.snapshot, message.snapshot_continues, message.cleared,
+        tuple(message.removed_hashes), stored, message.block_size,
+    )

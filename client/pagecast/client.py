@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from pagecast import access, answers, channel, requests, types
+from pagecast.admin import AsyncAdmin
 from pagecast.errors import RpcError, from_rpc
 from pagecast.resuming import Position
 from pagecast.sampling import SamplingParams
@@ -23,6 +24,7 @@ from pagecast.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+from pagecast.watching import AsyncWatch
 
 T = TypeVar("T")
 
@@ -131,6 +133,7 @@ class AsyncClient:
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._health = channel.health_method(self._channel)
+        self.admin = AsyncAdmin(self._channel, self._ask_method)
 
     def stream(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
@@ -181,6 +184,19 @@ class AsyncClient:
         """How busy the instance that answers is."""
         return answers.load(await self._ask(self._runtime.GetLoad(runtime_pb2.GetLoadRequest(), timeout=timeout, metadata=self._metadata)))
 
+    def watch_load(self, *, min_interval: float = 1.0) -> AsyncWatch[types.Load]:
+        """The load now, then whenever it has changed, at most once in min_interval seconds (0.1 to 60)."""
+        request = requests.watch_load(min_interval)
+        return AsyncWatch(self._runtime.WatchLoad(request, metadata=self._metadata), answers.watched_load)
+
+    def watch_cache_events(
+        self, *, after: types.CacheEvents | None = None, include_token_ids: bool = False
+    ) -> AsyncWatch[types.CacheEvents]:
+        """What the prefix cache holds, then every change. after: the last that another watch told, to go on there; a snapshot comes if that
+        is no longer known. include_token_ids: also what the blocks hold, which are prompts."""
+        request = requests.watch_cache_events(after, include_token_ids)
+        return AsyncWatch(self._runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
+
     async def server_info(self) -> types.ServerInfo:
         """Which server answers."""
         answer = await self._ask(self._runtime.GetServerInfo(runtime_pb2.GetServerInfoRequest(), metadata=self._metadata))
@@ -200,6 +216,9 @@ class AsyncClient:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
+
+    async def _ask_method(self, method: Any, request: Any, timeout: float | None) -> Any:
+        return await self._ask(method(request, timeout=timeout, metadata=self._metadata))
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:

@@ -7,8 +7,9 @@ from typing import Any, Literal, TypedDict, cast
 from google.protobuf.duration_pb2 import Duration
 
 from pagecast.sampling import SamplingParams
-from pagecast.types import ChatMessage, Tool
+from pagecast.types import CacheEvents, ChatMessage, Tool
 from pagecast.v1 import generation_pb2 as pb
+from pagecast.v1 import runtime_pb2
 
 Chat = Sequence[ChatMessage | Mapping[str, Any]]
 Prompt = str | Sequence[int] | Chat
@@ -93,6 +94,19 @@ def delivery(options: RequestOptions) -> pb.DeliveryOptions:
         message.on_disconnect = pb.ON_DISCONNECT_DETACH
         message.detach_grace.CopyFrom(duration(options["detach_grace"]))
     return message
+
+
+def watch_load(min_interval: float) -> runtime_pb2.WatchLoadRequest:
+    """How often the load is told at most."""
+    return runtime_pb2.WatchLoadRequest(min_interval=duration(min_interval))
+
+
+def watch_cache_events(after: CacheEvents | None, include_token_ids: bool) -> runtime_pb2.WatchCacheEventsRequest:
+    """What to tell of the prefix cache, and from where on."""
+    request = runtime_pb2.WatchCacheEventsRequest(include_token_ids=include_token_ids)
+    if after is not None:
+        request.resume_after.instance_id, request.resume_after.sequence = after.instance_id, after.sequence
+    return request
 
 
 _CHAT_OPTIONS = {"tools", "tool_choice", "tool_name", "template_kwargs", "add_generation_prompt"}

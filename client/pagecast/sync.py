@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pagecast import access, answers, channel, requests, types
+from pagecast.admin import Admin
 from pagecast.errors import RpcError, from_rpc
 from pagecast.resuming import Position
 from pagecast.sampling import SamplingParams
@@ -21,6 +22,7 @@ from pagecast.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+from pagecast.watching import Watch
 
 T = TypeVar("T")
 
@@ -124,6 +126,7 @@ class Client:
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._health = channel.health_method(self._channel)
+        self.admin = Admin(self._channel, self._ask)
 
     def stream(self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]) -> Stream:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
@@ -169,6 +172,19 @@ class Client:
     def load(self, *, timeout: float | None = None) -> types.Load:
         """How busy the instance that answers is."""
         return answers.load(self._ask(self._runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
+
+    def watch_load(self, *, min_interval: float = 1.0) -> Watch[types.Load]:
+        """The load now, then whenever it has changed, at most once in min_interval seconds (0.1 to 60)."""
+        request = requests.watch_load(min_interval)
+        return Watch(self._runtime.WatchLoad(request, metadata=self._metadata), answers.watched_load)
+
+    def watch_cache_events(
+        self, *, after: types.CacheEvents | None = None, include_token_ids: bool = False
+    ) -> Watch[types.CacheEvents]:
+        """What the prefix cache holds, then every change. after: the last that another watch told, to go on there; a snapshot comes if that
+        is no longer known. include_token_ids: also what the blocks hold, which are prompts."""
+        request = requests.watch_cache_events(after, include_token_ids)
+        return Watch(self._runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
 
     def server_info(self) -> types.ServerInfo:
         """Which server answers."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "time_limit", "constraint_complete", "unspecified"]
 Phase = Literal["queued", "prefilling", "decoding", "paused_slow_consumer", "recovering", "stalled", "unspecified"]
 ServingState = Literal["starting", "serving", "recovering", "stalled", "draining", "unspecified"]
+Priority = Literal["batch", "normal", "interactive", "unspecified"]
 HealthStatus = Literal["UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"]
 
 
@@ -323,6 +324,35 @@ class Load:
     num_recoveries: int
     prompt_tokens: int
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A full block of tokens in the prefix cache. digest: SHA-256 over its tokens and all before them; parent: the digest before it, for a
+    first block the seed of its namespace. token_ids: if they were asked for."""
+
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """Changes of a prefix cache, in this order: cleared, removed, stored. sequence: number of the last change here.
+
+    snapshot: forget everything known so far; this and what follows while snapshot_continues list all that is cached. cleared: everything
+    cached before is gone. Give a watch the last of these to go on where another ended.
+    """
+
+    instance_id: str
+    epoch: int
+    sequence: int
+    snapshot: bool
+    snapshot_continues: bool
+    cleared: bool
+    removed: tuple[bytes, ...]
+    stored: tuple[CachedBlock, ...]
+    block_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,13 @@ def configure(log_format: LogFormat, log_level: str, **fields: Any) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(log_level.upper(), logging.INFO)),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
     )
+    set_level(log_level)
     structlog.contextvars.bind_contextvars(**fields)
+
+
+def set_level(log_level: str) -> None:
+    """What is logged from here on, by loggers that exist too."""
+    level = logging.getLevelNamesMapping().get(log_level.upper(), logging.INFO)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))

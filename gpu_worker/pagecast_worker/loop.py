@@ -14,11 +14,12 @@ import structlog
 import zmq
 
 from pagecast_wire.intake import HelloWanted
-from pagecast_wire.plan import PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.plan import LogLevel, PrepareConstraint, StartEpoch, StepPlan, StopWorker
 from pagecast_wire.result import ConstraintPrepared, PlanGap, StepResult
 from pagecast_wire.sampling import ConstraintFault
 from pagecast_worker.executor import Executor
 from pagecast_worker.link import Completed, FromScheduler, Link, PlanOrder, Verdict
+from pagecast_worker.logging import set_level
 
 _SHORTEST_NAP_S: Final = 20e-6
 _NAP_SHARE: Final = 0.02
@@ -76,6 +77,8 @@ class Loop:
             case HelloWanted():
                 _log.info("the scheduler asks for a hello", last_epoch=self.order.epoch)
                 self.link.hello_again(self.order.epoch)
+            case LogLevel(level=level):
+                set_level(level or self.link.config.log_level)
             case StopWorker():
                 self.refusal = message.reason
                 self._finish()

@@ -149,6 +149,35 @@ class ResetPrefixCache(Struct, frozen=True, forbid_unknown_fields=True, tag="res
     ticket: int
 
 
+class RestartWorkers(Struct, frozen=True, forbid_unknown_fields=True, tag="restart_workers"):
+    """End the worker group; running requests wait for the next one. Answered by WorkersEnded."""
+
+    ticket: int
+
+
+class WorkersEnded(Struct, frozen=True, forbid_unknown_fields=True, tag="workers_ended"):
+    """num_ranks: processes that were ended, 0 if no group was up. num_requests: open ones."""
+
+    ticket: int
+    num_ranks: int
+    num_requests: int
+
+
+class SetLogLevel(Struct, frozen=True, forbid_unknown_fields=True, tag="set_log_level"):
+    """For every process of the cluster: "debug", "info", "warning", "error", or "" for what each was configured with. Front ends learn it
+    from the status, workers by LogLevel. Answered by LogLevelSet."""
+
+    ticket: int
+    level: str
+
+
+class LogLevelSet(Struct, frozen=True, forbid_unknown_fields=True, tag="log_level_set"):
+    """previous: what held before."""
+
+    ticket: int
+    previous: str
+
+
 class Done(Struct, frozen=True, forbid_unknown_fields=True, tag="done"):
     """count: what the question asks to be counted; open requests for SetDrain."""
 
@@ -222,8 +251,8 @@ class CacheEvents(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     stored: tuple[CachedBlock, ...] = ()
 
 
-Question = CancelRequests | ListRequests | SetDrain | ResetPrefixCache | Audit | WatchCache | UnwatchCache
-Answer = CancelReport | RequestList | Done | AuditReport | NotNow
+Question = CancelRequests | ListRequests | SetDrain | ResetPrefixCache | RestartWorkers | SetLogLevel | Audit | WatchCache | UnwatchCache
+Answer = CancelReport | RequestList | Done | WorkersEnded | LogLevelSet | AuditReport | NotNow
 
 FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready | FrontendPing | Attach | Leave | Question
 ToFrontend = FrontendWelcome | FrontendRefused | FrontendBatch | EngineStatus | HelloWanted | Attached | CacheEvents | Answer

@@ -333,3 +333,4 @@ class EngineStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     output_tokens: int = 0
     prompt_tokens: int = 0
     load: tuple[LoadProgress, ...] = ()
+    log_level: str = ""  # what an operator wants of every process; "": as configured

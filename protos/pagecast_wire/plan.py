@@ -92,6 +92,12 @@ class StopWorker(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     reason: str = ""
 
 
+class LogLevel(Struct, frozen=True, forbid_unknown_fields=True, tag="log_level"):
+    """How much to log: "debug", "info", "warning", "error", or "" for what the rank was started with. Sent after a hello and on change."""
+
+    level: str
+
+
 class GroupFormed(Struct, frozen=True, forbid_unknown_fields=True, tag="group_formed"):
     """Every rank has joined: meet under this name at rank 0's address ("host:port"). Ends when any of its members does."""
 
@@ -99,4 +105,4 @@ class GroupFormed(Struct, frozen=True, forbid_unknown_fields=True, tag="group_fo
     address: str
 
 
-ToWorker = StartEpoch | StepPlan | PrepareConstraint | StopWorker | HelloWanted | GroupFormed
+ToWorker = StartEpoch | StepPlan | PrepareConstraint | StopWorker | HelloWanted | GroupFormed | LogLevel

@@ -25,6 +25,7 @@ class FinishReason(IntEnum):
     CONSTRAINT_FAILED = 10  # the structured output, or the token rules, cannot be followed: `Finished.constraint_fault` says why
     CANCELLED_BY_API = 11  # CancelGeneration
     CANCELLED_BY_ADMIN = 12  # CancelRequests
+    STEP_MEMORY = 13  # a step of this request alone did not fit the device's memory
 
 
 class ConstraintKind(IntEnum):

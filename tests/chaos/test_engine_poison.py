@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+import pytest
 from e2e.engine_rig import RigFrontend, RigWorker, engine_thread
 
 from pagecast_wire.codec import view_u32
@@ -16,21 +17,30 @@ POISON = 666
 class _Fragile(RigWorker):
     """Fails at the first plan that admits a request with the poisonous token."""
 
+    kind = "step"
+
     def _take(self, message: object) -> None:
         if isinstance(message, StepPlan) and any(POISON in view_u32(admission.tokens) for admission in message.admissions):
-            self.send(WorkerFault(self.rank, message.epoch, message.step, "step", "RuntimeError: poison"))
+            self.send(WorkerFault(self.rank, message.epoch, message.step, self.kind, "RuntimeError: poison"))
             self.stopped.set()  # a process that died of it
         else:
             super()._take(message)
 
 
-def test_poison_is_isolated_and_neighbours_are_exact(tmp_path: Path) -> None:
+class _Small(_Fragile):
+    """Runs out of the device's memory instead."""
+
+    kind = "out_of_memory"
+
+
+@pytest.mark.parametrize(("worker", "end"), [(_Fragile, FinishReason.POISON_REQUEST), (_Small, FinishReason.STEP_MEMORY)])
+def test_poison_is_isolated_and_neighbours_are_exact(tmp_path: Path, worker: type[RigWorker], end: FinishReason) -> None:
     over = threading.Event()
     lives: list[RigWorker] = []
 
     def supervise() -> None:
         while not over.is_set():
-            lives.append(_Fragile(tmp_path))
+            lives.append(worker(tmp_path))
             lives[-1].start()
             lives[-1].join()
 
@@ -42,7 +52,7 @@ def test_poison_is_isolated_and_neighbours_are_exact(tmp_path: Path) -> None:
         frontend.pump(lambda: all(frontend.tokens.get((key, 0)) for key in good), "neighbours run")
         bad = frontend.submit([3, POISON], 10)
         frontend.wait_finished(bad, *good)
-        assert frontend.finished[bad, 0].reason == FinishReason.POISON_REQUEST
+        assert frontend.finished[bad, 0].reason == end
         for key in good:
             assert frontend.finished[key, 0].reason == FinishReason.LENGTH
             frontend.expect(key)

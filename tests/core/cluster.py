@@ -7,6 +7,7 @@ from core.tiny_worker import TinyWorker, expected_output
 
 from pagecast_scheduler.core import invariants
 from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.recovery import Loss
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_wire.codec import decode, encode, pack_u32, view_u32, view_u64
 from pagecast_wire.intake import KEY_BITS, Accepted, Submit
@@ -88,9 +89,9 @@ class Cluster:
         self.scheduler.apply_result(result, self.now)
         self.check()
 
-    def fail(self):
+    def fail(self, loss=Loss.CRASH):
         """The worker group is lost with everything in flight."""
-        self.scheduler.fail_epoch(self.now)
+        self.scheduler.fail_epoch(self.now, loss)
         self.worker = TinyWorker(self.scheduler.start_epoch(), self.vocab, self.bad)
         self.results.clear()
         self.check()

@@ -3,6 +3,7 @@
 import pytest
 from core.cluster import Cluster
 
+from pagecast_scheduler.core.recovery import Loss
 from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import Phase
 from pagecast_wire.sampling import FinishReason
@@ -13,8 +14,9 @@ LONG = 24
 class Crashing(Cluster):
     """The worker group dies when a plan computes the poison token: position `at` of the request with seed `seed`."""
 
-    def __init__(self, seed, at, **values):
+    def __init__(self, seed, at, loss=Loss.CRASH, **values):
         super().__init__(**values)
+        self.loss = loss
         self.seed, self.at = seed, at
         self.num_crashes = 0
 
@@ -22,7 +24,7 @@ class Crashing(Cluster):
         plan = self.plan()
         if any(row.seed == self.seed and len(row.tokens) > self.at for row in self.worker.rows.values()):
             self.num_crashes += 1
-            self.fail()
+            self.fail(self.loss)
             return True
         if plan is None and not self.results:
             return False
@@ -73,15 +75,29 @@ def test_a_history_of_applied_tokens_only_is_sent_again():
     cluster.run()
 
 
-def test_a_poison_request_ends_and_the_rest_live():
-    cluster = Crashing(seed=2, at=8)
+@pytest.mark.parametrize(("loss", "end"), [(Loss.CRASH, FinishReason.POISON_REQUEST), (Loss.MEMORY, FinishReason.STEP_MEMORY)])
+def test_a_poison_request_ends_and_the_rest_live(loss, end):
+    cluster = Crashing(seed=2, at=8, loss=loss)
     for key in (1, 2, 3):
         cluster.submit(key, [1, key & 1, 0], LONG, seed=key)
     cluster.run()
     assert [cluster.streams[key, 0].reason for key in (1, 2, 3)] == [
-        FinishReason.LENGTH, FinishReason.POISON_REQUEST, FinishReason.LENGTH,
+        FinishReason.LENGTH, end, FinishReason.LENGTH,
     ]  # fmt: skip
     assert cluster.num_crashes == 3
+
+
+def test_workers_that_an_operator_restarts_make_no_suspects():
+    cluster = Cluster(max_plans_in_flight=2, max_recoveries=1)
+    for key in (1, 2):
+        cluster.submit(key, [1, key & 1, 0], LONG, seed=key)
+    for _ in range(4):
+        cluster.step()
+        cluster.plan()
+        cluster.fail(Loss.ORDERED)
+    assert not cluster.state.suspects and all(request.num_crashes == 0 for request in cluster.state.requests.values())
+    cluster.run()
+    assert {stream.reason for stream in cluster.streams.values()} == {FinishReason.LENGTH}
 
 
 def test_a_suspect_runs_alone_and_is_cleared_once_past_the_crash():

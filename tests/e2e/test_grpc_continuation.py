@@ -16,9 +16,9 @@ import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
 
 from pagecast import AsyncClient, Client, SamplingParams, types
-from pagecast.errors import Cancelled, NotFound, RequestIdInUse, Unavailable
+from pagecast.errors import Cancelled, InvalidRequest, NotFound, RequestIdInUse, Unavailable
 from pagecast.v1 import admin_pb2 as admin
-from pagecast.v1 import admin_pb2_grpc, runtime_pb2, runtime_pb2_grpc
+from pagecast.v1 import admin_pb2_grpc
 from pagecast_worker.oracle import oracle_tokens
 
 VOCAB = 2048
@@ -207,51 +207,118 @@ def requests_of(client: AsyncClient) -> Any:
 
 
 async def test_cache_events_follow_the_cache(served: Served, operator: Any) -> None:
-    async with grpc.aio.insecure_channel(served.address) as channel, AsyncClient(served.address) as client:
-        runtime: Any = runtime_pb2_grpc.RuntimeServiceStub(channel)
-        watch = runtime.WatchCacheEvents(runtime_pb2.WatchCacheEventsRequest(include_token_ids=True))
-        first = await watch.read()
+    async with AsyncClient(served.address) as client:
+        watch = client.watch_cache_events(include_token_ids=True)
+        first = await anext(watch)
         assert first.snapshot and first.block_size == 16
         while first.snapshot_continues:
-            first = await watch.read()
+            first = await anext(watch)
         prompt = [7] * 33 + [9] * 20
         await client.generate(prompt, sampling(1, 2), cache_scope="watched")
-        known: dict[bytes, Any] = {}
+        known: dict[bytes, types.CachedBlock] = {}
         async with asyncio.timeout(LIMIT_S):
             while not any(list(block.token_ids) == prompt[32:48] for block in known.values()):
-                last = await watch.read()
-                known |= {block.hash: block for block in last.stored}
+                last = await anext(watch)
+                known |= {block.digest: block for block in last.stored}
         tail = next(block for block in known.values() if list(block.token_ids) == prompt[32:48])
-        assert list(known[tail.parent_hash].token_ids) == prompt[16:32] == list(known[known[tail.parent_hash].parent_hash].token_ids)
-        cursor = runtime_pb2.CacheCursor(instance_id=last.instance_id, sequence=last.sequence)
+        assert list(known[tail.parent].token_ids) == prompt[16:32] == list(known[known[tail.parent].parent].token_ids)
         assert (await operator.ResetPrefixCache(admin.ResetPrefixCacheRequest())).num_blocks >= 3
-        for again in (watch, runtime.WatchCacheEvents(runtime_pb2.WatchCacheEventsRequest(resume_after=cursor))):
+        for again in (watch, client.watch_cache_events(after=last)):
             gone: set[bytes] = set()
-            async with asyncio.timeout(LIMIT_S):
-                while not {tail.hash, tail.parent_hash} <= gone:
-                    told = await again.read()
+            async with asyncio.timeout(LIMIT_S), again:
+                while not {tail.digest, tail.parent} <= gone:
+                    told = await anext(again)
                     assert not told.snapshot
-                    gone |= set(told.removed_hashes)
-            again.cancel()
-        stale = runtime.WatchCacheEvents(runtime_pb2.WatchCacheEventsRequest(resume_after={"instance_id": "another", "sequence": 1}))
-        assert (await stale.read()).snapshot
-        stale.cancel()
+                    gone |= set(told.removed)
+            with pytest.raises(StopAsyncIteration):
+                await anext(again)
+        async with client.watch_cache_events(after=dataclasses.replace(last, instance_id="another")) as stale:
+            assert (await anext(stale)).snapshot
 
 
 async def test_the_load_is_told_when_it_changes(served: Served) -> None:
-    async with grpc.aio.insecure_channel(served.address) as channel, AsyncClient(served.address) as client:
-        runtime: Any = runtime_pb2_grpc.RuntimeServiceStub(channel)
-        watch = runtime.WatchLoad(runtime_pb2.WatchLoadRequest(min_interval={"nanos": 100_000_000}))
-        before = (await watch.read()).load.output_tokens
-        await client.generate(PROMPT, sampling(1, 5))
-        async with asyncio.timeout(LIMIT_S):
-            while (await watch.read()).load.output_tokens < before + 5:
-                pass
-        watch.cancel()
-        wrong = runtime.WatchLoad(runtime_pb2.WatchLoadRequest(min_interval={"seconds": 61}))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await wrong.read()
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with AsyncClient(served.address) as client:
+        async with client.watch_load(min_interval=0.1) as watch:
+            before = (await anext(watch)).output_tokens
+            await client.generate(PROMPT, sampling(1, 5))
+            async with asyncio.timeout(LIMIT_S):
+                while (await anext(watch)).output_tokens < before + 5:
+                    pass
+        with pytest.raises(InvalidRequest) as caught:
+            await anext(client.watch_load(min_interval=61.0))
+        assert [violation.field for violation in caught.value.violations] == ["min_interval"]
+
+
+def test_watches_without_an_event_loop(served: Served) -> None:
+    with Client(served.address) as client, client.watch_load() as loads, client.watch_cache_events() as events:
+        assert next(loads).instance_id == next(events).instance_id == client.server_info().instance_id
+        waiting = threading.Thread(target=lambda: list(events))
+        waiting.start()
+        events.cancel()
+        waiting.join(LIMIT_S)
+        assert not waiting.is_alive()
+
+
+def lines_of(served: Served, *words: str) -> list[str]:
+    return [line for line in served.lines if all(word in line for word in words)]
+
+
+def until_logged(served: Served, *words: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not lines_of(served, *words):
+        assert time.monotonic() < end, f"nothing logged {words}"
+        time.sleep(0.05)
+
+
+def test_workers_are_restarted_under_streams_and_logs_follow_the_level(served: Served) -> None:
+    operators = f"unix:{run_dir_of(served)}/admin-0.sock"
+    with Client(served.address) as client, Client(operators) as operator:
+        assert operator.admin.set_log_level("error") == ""
+        (before,) = served.children()["worker"]
+        streams = [client.stream(PROMPT, sampling(40 + i), request_id=f"kept-{i}") for i in range(3)]
+        heads: list[list[Any]] = [[] for _ in streams]
+        for stream, head in zip(streams, heads, strict=True):
+            while not head or not isinstance(head[-1], types.Tokens):
+                head.append(next(stream))
+        report = operator.admin.restart_workers()
+        assert (report.num_ranks, report.num_requests) == (1, 3)
+        events = [[*head, *stream] for stream, head in zip(streams, heads, strict=True)]
+        for seed, told in enumerate(events, 40):
+            assert [i for event in told if isinstance(event, types.Tokens) for i in event.token_ids] == expected(seed)
+            assert isinstance(told[-1], types.Completed) and told[-1].num_recoveries == 1
+        (after,) = served.children()["worker"]
+        assert after.pid != before.pid
+        quiet = client.server_info().epoch
+        assert operator.admin.set_log_level("debug") == "error"
+        client.generate(PROMPT, sampling(1, 2), request_id="told-of")
+        until_logged(served, "request ended", "told-of")
+        assert operator.admin.set_log_level("") == "debug"
+        assert operator.admin.restart_workers().num_ranks == 1
+        client.generate(PROMPT, sampling(1, 2))
+        until_logged(served, "epoch started", f'"epoch": {quiet + 1}')
+        until_logged(served, "epoch opened", f'"epoch": {quiet + 1}')
+        for words in ("epoch started", "epoch opened"):  # by the worker, and by the scheduler
+            assert not lines_of(served, words, f'"epoch": {quiet},') + lines_of(served, words, f'"epoch": {quiet}}}')
+        assert operator.admin.check_invariants().ok
+
+
+async def test_the_asynchronous_operator(served: Served) -> None:
+    async with AsyncClient(served.address) as client, AsyncClient(f"unix:{run_dir_of(served)}/admin-0.sock") as operator:
+        async with client.stream(PROMPT, sampling(3, 3000), request_id="open") as stream:
+            await anext(stream)
+            (seen,) = [info async for info in operator.admin.requests()]
+            assert (seen.request_id, seen.priority, seen.num_readers, seen.prompt_tokens) == ("open", "normal", 1, len(PROMPT))
+            assert await operator.admin.drain(60.0) == 1 and await operator.admin.undrain() == 1
+            report = await operator.admin.cancel(["open", "nobody"])
+            assert (report.cancelled, report.finished, report.unknown) == (("open",), (), ("nobody",))
+        totals = await operator.admin.check_invariants()
+        assert totals.ok and totals.num_blocks == totals.num_clean + totals.num_cached + totals.num_referenced
+        assert await operator.admin.reset_prefix_cache() == totals.num_cached
+        with pytest.raises(ValueError):
+            await operator.admin.set_log_level("loud")  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest) as caught:
+            await operator.admin.drain(7200.0)
+        assert [violation.field for violation in caught.value.violations] == ["announce"]
 
 
 def test_admin_rpcs_are_not_on_the_public_listener(served: Served) -> None:
@@ -274,6 +341,12 @@ def test_the_admin_command(served: Served) -> None:
         assert act("cancel", "nobody")[0] == 1
         code, text = act("cancel")
         assert code != 0 and "request_ids" in text
+        assert act("log-level", "warning") == (0, "warning, default before\n")
+        assert act("log-level", "default") == (0, "default, warning before\n")
+        code, text = act("log-level", "loud")
+        assert code == 2 and "debug" in text
+        assert act("check", "this")[0] == 2
+        assert act("restart-workers") == (0, "1 workers ended, 0 requests go on in new ones\n")
 
 
 def test_a_second_signal_still_says_why_streams_end() -> None:

@@ -203,9 +203,9 @@ def provisional_entry_kept_after_a_failed_step(patch: Patch) -> None:
     """After the workers were lost the cache still finds what the lost steps were to compute."""
     original = recovery.fail_epoch
 
-    def fail_epoch(s: State, now: int) -> None:
+    def fail_epoch(s: State, *args: Any) -> None:
         lost = dict(s.kv.cache.entries())
-        original(s, now)
+        original(s, *args)
         pool = s.kv.pool
         blocks, _ = pool.take(pool.num_free)
         for block, (digest, piece) in lost.items():

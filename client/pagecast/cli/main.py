@@ -20,7 +20,7 @@ COMMANDS = {
     "models": "what a server's models are, can do and allow",
     "tokenizer-report": "tokens per character of Chinese, English and code, for one or more models",
     "status": "health, model and load of a server",
-    "admin": "operate a replica: drain, why requests wait, cancel, reset the cache, check",
+    "admin": "operate a replica: drain, why requests wait, cancel, restart workers, reset the cache, check, log level",
     "token": "make a bearer token for a principal",
     "demo": "start a cluster, ask three questions at once, show the streams side by side",
     "keys": "make keys for ranks on several hosts",

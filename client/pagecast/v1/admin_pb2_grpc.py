@@ -60,10 +60,20 @@ class AdminServiceStub(object):
                 request_serializer=pagecast_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=pagecast_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.RestartWorkers = channel.unary_unary(
+                '/pagecast.v1.AdminService/RestartWorkers',
+                request_serializer=pagecast_dot_v1_dot_admin__pb2.RestartWorkersRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_admin__pb2.RestartWorkersResponse.FromString,
+                _registered_method=True)
         self.CheckInvariants = channel.unary_unary(
                 '/pagecast.v1.AdminService/CheckInvariants',
                 request_serializer=pagecast_dot_v1_dot_admin__pb2.CheckInvariantsRequest.SerializeToString,
                 response_deserializer=pagecast_dot_v1_dot_admin__pb2.CheckInvariantsResponse.FromString,
+                _registered_method=True)
+        self.SetLogLevel = channel.unary_unary(
+                '/pagecast.v1.AdminService/SetLogLevel',
+                request_serializer=pagecast_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
                 _registered_method=True)
 
 
@@ -106,8 +116,23 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestartWorkers(self, request, context):
+        """Ends the processes of the worker group; whoever started them starts them again. Running requests wait meanwhile and go on where
+        they were: no stream is lost, and no request is blamed for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckInvariants(self, request, context):
         """Checks every conservation law of the scheduler now, between two steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetLogLevel(self, request, context):
+        """How much the scheduler, every front end and every worker write to their logs, until it is set again or the scheduler ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,10 +166,20 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=pagecast_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=pagecast_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
+            'RestartWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestartWorkers,
+                    request_deserializer=pagecast_dot_v1_dot_admin__pb2.RestartWorkersRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_admin__pb2.RestartWorkersResponse.SerializeToString,
+            ),
             'CheckInvariants': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckInvariants,
                     request_deserializer=pagecast_dot_v1_dot_admin__pb2.CheckInvariantsRequest.FromString,
                     response_serializer=pagecast_dot_v1_dot_admin__pb2.CheckInvariantsResponse.SerializeToString,
+            ),
+            'SetLogLevel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetLogLevel,
+                    request_deserializer=pagecast_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -294,6 +329,33 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
+    def RestartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagecast.v1.AdminService/RestartWorkers',
+            pagecast_dot_v1_dot_admin__pb2.RestartWorkersRequest.SerializeToString,
+            pagecast_dot_v1_dot_admin__pb2.RestartWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CheckInvariants(request,
             target,
             options=(),
@@ -310,6 +372,33 @@ class AdminService(object):
             '/pagecast.v1.AdminService/CheckInvariants',
             pagecast_dot_v1_dot_admin__pb2.CheckInvariantsRequest.SerializeToString,
             pagecast_dot_v1_dot_admin__pb2.CheckInvariantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetLogLevel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagecast.v1.AdminService/SetLogLevel',
+            pagecast_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
+            pagecast_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
             options,
             channel_credentials,
             insecure,

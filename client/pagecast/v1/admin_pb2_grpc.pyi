@@ -43,8 +43,14 @@ class AdminServiceStub:
     """Ends requests, whoever they belong to; their callers get CANCELLED with BY_ADMIN."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]
     """Forgets every cached block."""
+    RestartWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RestartWorkersRequest, _admin_pb2.RestartWorkersResponse]
+    """Ends the processes of the worker group; whoever started them starts them again. Running requests wait meanwhile and go on where
+    they were: no stream is lost, and no request is blamed for it.
+    """
     CheckInvariants: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CheckInvariantsRequest, _admin_pb2.CheckInvariantsResponse]
     """Checks every conservation law of the scheduler now, between two steps."""
+    SetLogLevel: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]
+    """How much the scheduler, every front end and every worker write to their logs, until it is set again or the scheduler ends."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -61,8 +67,14 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Ends requests, whoever they belong to; their callers get CANCELLED with BY_ADMIN."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResetPrefixCacheRequest, _admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Forgets every cached block."""
+    RestartWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.RestartWorkersRequest, _admin_pb2.RestartWorkersResponse]  # type: ignore[assignment]
+    """Ends the processes of the worker group; whoever started them starts them again. Running requests wait meanwhile and go on where
+    they were: no stream is lost, and no request is blamed for it.
+    """
     CheckInvariants: _aio.UnaryUnaryMultiCallable[_admin_pb2.CheckInvariantsRequest, _admin_pb2.CheckInvariantsResponse]  # type: ignore[assignment]
     """Checks every conservation law of the scheduler now, between two steps."""
+    SetLogLevel: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetLogLevelRequest, _admin_pb2.SetLogLevelResponse]  # type: ignore[assignment]
+    """How much the scheduler, every front end and every worker write to their logs, until it is set again or the scheduler ends."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """For operators, on a listener of its own. What it says and does holds for the whole replica, whichever front end is asked."""
@@ -108,11 +120,29 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Forgets every cached block."""
 
     @_abc_1.abstractmethod
+    def RestartWorkers(
+        self,
+        request: _admin_pb2.RestartWorkersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.RestartWorkersResponse, _abc.Awaitable[_admin_pb2.RestartWorkersResponse]]:
+        """Ends the processes of the worker group; whoever started them starts them again. Running requests wait meanwhile and go on where
+        they were: no stream is lost, and no request is blamed for it.
+        """
+
+    @_abc_1.abstractmethod
     def CheckInvariants(
         self,
         request: _admin_pb2.CheckInvariantsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.CheckInvariantsResponse, _abc.Awaitable[_admin_pb2.CheckInvariantsResponse]]:
         """Checks every conservation law of the scheduler now, between two steps."""
+
+    @_abc_1.abstractmethod
+    def SetLogLevel(
+        self,
+        request: _admin_pb2.SetLogLevelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetLogLevelResponse, _abc.Awaitable[_admin_pb2.SetLogLevelResponse]]:
+        """How much the scheduler, every front end and every worker write to their logs, until it is set again or the scheduler ends."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

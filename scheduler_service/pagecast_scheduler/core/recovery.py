@@ -1,5 +1,7 @@
 """After the loss of a worker group: everybody waits again with the history that was applied, and crashes are traced to requests."""
 
+from enum import IntEnum
+
 from pagecast_scheduler.core.kv_manager import KvManager
 from pagecast_scheduler.core.prefix_cache import CLEARED
 from pagecast_scheduler.core.request import Request, Status
@@ -11,9 +13,21 @@ SUSPECT_AFTER = 2
 """Crashes in a row after which a request must run alone."""
 
 
-def fail_epoch(s: State, now: int) -> None:
-    """epoch += 1 with nothing in flight and an empty pool. A request that crashed the group alone ends with POISON_REQUEST."""
-    present = _present(s) if s.in_flight else {}
+class Loss(IntEnum):
+    """Why a worker group is gone."""
+
+    CRASH = 0
+    MEMORY = 1  # a step did not fit the device's memory
+    ORDERED = 2  # an operator wanted new processes: nobody is to blame
+
+
+_FAULT_OF_LOSS = {Loss.CRASH: FinishReason.POISON_REQUEST, Loss.MEMORY: FinishReason.STEP_MEMORY}
+"""What a request ends with that was alone when the group was lost."""
+
+
+def fail_epoch(s: State, now: int, loss: Loss = Loss.CRASH) -> None:
+    """epoch += 1 with nothing in flight and an empty pool. A request that cost the group its life alone ends, as `_FAULT_OF_LOSS` says."""
+    present = _present(s) if s.in_flight and loss is not Loss.ORDERED else {}
     s.epoch += 1
     s.step = s.applied_step = 0
     s.in_flight.clear()
@@ -36,8 +50,10 @@ def fail_epoch(s: State, now: int) -> None:
     if is_watched:
         s.kv.cache.changes = [CLEARED]
     s.alone = None
+    if loss is Loss.ORDERED:
+        return
     _count_crashes(s, present)
-    _end_hopeless(s, culprit, now)
+    _end_hopeless(s, culprit, _FAULT_OF_LOSS[loss], now)
 
 
 def _ask_again(s: State) -> None:
@@ -74,12 +90,12 @@ def _count_crashes(s: State, present: dict[int, int]) -> None:
             s.suspects[request.key] = request
 
 
-def _end_hopeless(s: State, culprit: Request | None, now: int) -> None:
+def _end_hopeless(s: State, culprit: Request | None, fault: FinishReason, now: int) -> None:
     for request in list(s.requests.values()):
         for seq in request.sequences:
             if seq.status is Status.FINISHED:
                 continue
             if request is culprit:
-                s.finish(seq, FinishReason.POISON_REQUEST, now)
+                s.finish(seq, fault, now)
             elif seq.num_recoveries > s.config.max_recoveries:
                 s.finish(seq, FinishReason.WORKER_LOST, now)

@@ -156,9 +156,9 @@ class Scheduler:
         """Take in what a plan produced; results of another epoch and duplicates are ignored. Raises applying.ResultError."""
         applying.apply_result(self.state, result, now)
 
-    def fail_epoch(self, now: int) -> None:
+    def fail_epoch(self, now: int, loss: recovery.Loss = recovery.Loss.CRASH) -> None:
         """The worker group is lost: a new epoch begins, running sequences wait again with their history."""
-        recovery.fail_epoch(self.state, now)
+        recovery.fail_epoch(self.state, now, loss)
 
     def take_batches(self) -> list[tuple[int, FrontendBatch]]:
         """All that front ends have not been told yet: (front end slot, batch), one per slot."""

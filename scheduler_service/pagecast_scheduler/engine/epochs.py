@@ -12,6 +12,7 @@ import numpy as np
 from pagecast_scheduler.core import invariants
 from pagecast_scheduler.core.applying import ResultError
 from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.recovery import Loss
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.logs import logger
@@ -210,6 +211,25 @@ class Epochs:
         if lost.kill:
             suspects = list(self._group.ranks) if was_open else [lost.rank]
             self._group.condemn(rank for rank in suspects if not (lost.is_replaced and rank == lost.rank))
+        self._close(now, was_open, Loss.MEMORY if lost.is_memory else Loss.CRASH)
+        if not was_open:
+            return
+        self._reopen_at = self._brake.failed(now)
+        if self._brake.is_hopeless(now):
+            raise Stop(EXIT_FAILED, f"worker groups keep failing, the last one because of rank {lost.rank}: {lost.reason}")
+
+    def restart(self, now: int) -> int:
+        """An operator wants new worker processes: ends those of the open group. Returns how many they are; 0 if no group is open."""
+        if not self._group.is_open:
+            return 0
+        ranks = list(self._group.ranks)
+        self._log.warning("workers are restarted on an operator's word", ranks=len(ranks), epoch=self.epoch, step=self.step)
+        self._group.condemn(ranks)
+        self._close(now, True, Loss.ORDERED)
+        return len(ranks)
+
+    def _close(self, now: int, was_open: bool, loss: Loss) -> None:
+        """The group is gone. If its epoch was open, that ends and the core learns why."""
         self._group.close_epoch()
         self._prepared.clear()
         self._gathering_since = now
@@ -217,15 +237,12 @@ class Epochs:
             return
         assert self.core is not None
         self._abort_warm_up(now)
-        self._control(now, "fail_epoch", {})
-        self.core.fail_epoch(now)
+        self._control(now, "fail_epoch", {"loss": int(loss)})
+        self.core.fail_epoch(now, loss)
         self._audit()
         self.clock.reset(now)
         self.epoch += 1
         self.is_warm = False
-        self._reopen_at = self._brake.failed(now)
-        if self._brake.is_hopeless(now):
-            raise Stop(EXIT_FAILED, f"worker groups keep failing, the last one because of rank {lost.rank}: {lost.reason}")
 
     def _abort_warm_up(self, now: int) -> None:
         """A warm-up that was under way is no suspect in the search for a poisonous request."""

@@ -31,10 +31,14 @@ def configure(log_format: str, level: str) -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=lambda *_: _StandardError(),
-        cache_logger_on_first_use=True,
     )
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """What is logged from here on, by loggers that exist too."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]))
 
 
 def logger(part: str) -> Any:

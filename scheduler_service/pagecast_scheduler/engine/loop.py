@@ -82,7 +82,7 @@ class Engine:
         self._num_stops = 0
         self._next_tick = now
         self._next_status = now
-        self._last_state: ServingState | None = None
+        self._last_news: tuple[ServingState | None, str] = (None, "")
         self._last_load: object = None
         self._idle_since: int | None = now
         for source in (self._frontend_router.socket, self._worker_router.socket, self._wake):
@@ -280,7 +280,7 @@ class Engine:
     def _status(self, now: int) -> EngineStatus:
         load = tuple(progress for _, progress in sorted(self._group.load.items()))
         if self._epochs.core is None:
-            return EngineStatus(self._state(now), self._epochs.epoch, 0, load=load)
+            return EngineStatus(self._state(now), self._epochs.epoch, 0, load=load, log_level=self._group.log_level)
         stats = self._epochs.core.stats()
         return EngineStatus(
             state=self._state(now), epoch=self._epochs.epoch, step=self._epochs.step,
@@ -289,18 +289,20 @@ class Engine:
             prefix_tokens_asked=stats.prefix_tokens_asked, prefix_tokens_hit=stats.prefix_tokens_hit,
             num_preemptions=stats.num_preemptions, num_recoveries=stats.num_recoveries,
             output_tokens=stats.output_tokens, prompt_tokens=stats.prompt_tokens, load=load,
+            log_level=self._group.log_level,
         )  # fmt: skip
 
     def _send_status(self, now: int) -> None:
-        """To every front end when the state changes, within a tick when loading gets on, and each second."""
+        """To every front end when the state or the log level changes, within a tick when loading gets on, and each second."""
         state = self._state(now)
         load = dict(self._group.load) if not self._group.is_open else None
-        due = state != self._last_state or now >= self._next_status or (load != self._last_load and self._next_tick == now + TICK)
+        news = (state, self._group.log_level)
+        due = news != self._last_news or now >= self._next_status or (load != self._last_load and self._next_tick == now + TICK)
         if not due:
             return
-        if state != self._last_state:
+        if state != self._last_news[0]:
             self._log.info("state", state=state.name, epoch=self._epochs.epoch)
-        self._last_state, self._last_load, self._next_status = state, load, now + SECOND
+        self._last_news, self._last_load, self._next_status = news, load, now + SECOND
         self._frontends.broadcast(self._status(now))
 
     def _watch_processes(self) -> None:

@@ -16,7 +16,7 @@ from pagecast_scheduler.core.waiting import Wait
 from pagecast_scheduler.engine.directory import Directory, Entry
 from pagecast_scheduler.engine.epochs import Epochs
 from pagecast_scheduler.engine.intake import Intake
-from pagecast_scheduler.engine.logs import logger
+from pagecast_scheduler.engine.logs import logger, set_level
 from pagecast_scheduler.engine.workers import WorkerGroup
 from pagecast_wire.control import (
     Audit,
@@ -25,17 +25,21 @@ from pagecast_wire.control import (
     CancelRequests,
     Done,
     ListRequests,
+    LogLevelSet,
     NotNow,
     RequestList,
     RequestReport,
     ResetPrefixCache,
+    RestartWorkers,
     SetDrain,
+    SetLogLevel,
     WaitCause,
+    WorkersEnded,
 )
 from pagecast_wire.intake import Phase
 from pagecast_wire.sampling import FinishReason
 
-QUESTIONS = (CancelRequests, ListRequests, SetDrain, ResetPrefixCache, Audit)
+QUESTIONS = (CancelRequests, ListRequests, SetDrain, ResetPrefixCache, RestartWorkers, SetLogLevel, Audit)
 
 
 class Questions:
@@ -51,6 +55,8 @@ class Questions:
     def answer(self, question: Any, now: int) -> msgspec.Struct:
         """The answer to one question."""
         core = self._epochs.core
+        if isinstance(question, SetLogLevel):
+            return self._set_log_level(question)
         if core is None or self._intake.is_holding:
             return NotNow(question.ticket)
         match question:
@@ -65,9 +71,19 @@ class Questions:
             case ResetPrefixCache(ticket=ticket):
                 self._epochs.note(now, "reset_prefix_cache", {})
                 return Done(ticket, core.reset_prefix_cache())
+            case RestartWorkers(ticket=ticket):
+                return WorkersEnded(ticket, self._epochs.restart(now), len(core.requests()))
             case Audit(ticket=ticket):
                 return self._audit(core, ticket)
         raise TypeError(type(question).__name__)
+
+    def _set_log_level(self, question: SetLogLevel) -> LogLevelSet:
+        """Here and in every worker at once; front ends read it in the next status."""
+        previous = self._group.log_level
+        set_level(question.level or self._group.config.log_level)
+        self._group.set_log_level(question.level)
+        self._log.info("log level", level=question.level or "as configured")
+        return LogLevelSet(question.ticket, previous)
 
     def _cancel(self, question: CancelRequests, now: int) -> CancelReport:
         reason = FinishReason.CANCELLED_BY_ADMIN if question.every_owner else FinishReason.CANCELLED_BY_API

@@ -3,7 +3,7 @@
 The core is deterministic: the same inputs at the same microseconds give the same plans. So every call that can change it must be
 recorded, in order and with its `now`:
 
-    control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {}, drop_frontend {slot, spared},
+    control  "create" {config, epoch} when a Scheduler is made; before start_epoch {}, fail_epoch {loss}, drop_frontend {slot, spared},
              constraint_prepared {digest, fault}, reset_prefix_cache {}, before an expire {} outside plan_step, and
              before an abort {key, reason} that no front end asked for
     arrival  before submit, abort, stop_at or pause, with the front end's message

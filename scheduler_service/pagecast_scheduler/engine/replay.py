@@ -13,6 +13,7 @@ import msgspec
 
 from pagecast_scheduler.core.applying import ResultError
 from pagecast_scheduler.core.config import SchedulerConfig
+from pagecast_scheduler.core.recovery import Loss
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_scheduler.engine.recorder import LENGTH, MAGIC
 from pagecast_wire.codec import WIRE_DIGEST, WireError, decode, view_u32
@@ -144,7 +145,7 @@ def _feed(scheduler: Scheduler, at: int, kind: str, body: Any, result: Replay) -
         case "start_epoch":
             scheduler.start_epoch()
         case "fail_epoch":
-            scheduler.fail_epoch(at)
+            scheduler.fail_epoch(at, Loss(body.get("loss", Loss.CRASH)))
         case "constraint_prepared":
             scheduler.constraint_prepared(bytes.fromhex(body["digest"]), body["fault"], at)
         case "drop_frontend":

@@ -18,7 +18,7 @@ from pagecast_scheduler.engine.processes import ProcessGone, Watched
 from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_wire import codec
 from pagecast_wire.intake import HelloWanted, LoadProgress
-from pagecast_wire.plan import PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.plan import LogLevel, PrepareConstraint, StartEpoch, StepPlan, StopWorker
 from pagecast_wire.result import ConstraintPrepared, GroupJoin, Heartbeat, PlanGap, StepResult, WorkerFault, WorkerHello
 from pagecast_wire.sampling import Constraint
 
@@ -28,12 +28,14 @@ RESEND_AFTER = SECOND
 
 @dataclass(frozen=True)
 class Lost:
-    """The group cannot go on in this epoch. kill: its processes are not to be trusted either, but for a rank that is new already."""
+    """The group cannot go on in this epoch. kill: its processes are not to be trusted either, but for a rank that is new already.
+    is_memory: a step did not fit the device's memory."""
 
     reason: str
     rank: int
     kill: bool = True
     is_replaced: bool = False
+    is_memory: bool = False
 
 
 @dataclass
@@ -61,6 +63,7 @@ class WorkerGroup:
     refusals: dict[int, str] = field(default_factory=dict)
     num_refused: int = 0
     num_resent: int = 0
+    log_level: str = ""
 
     def __post_init__(self) -> None:
         self._log = logger("workers")
@@ -154,6 +157,8 @@ class WorkerGroup:
         self.refusals.pop(hello.rank, None)
         self._gathering.leave(hello.rank)
         self.ranks[hello.rank] = Rank(hello, identity, process, heard=now)
+        if self.log_level:
+            self.router.send(identity, LogLevel(self.log_level))
         self._log.info("rank joined", rank=hello.rank, pid=hello.pid, incarnation=hello.incarnation, num_blocks=hello.num_blocks)
         return Lost("a new process took its place", hello.rank, is_replaced=True) if replaced else None
 
@@ -280,7 +285,7 @@ class WorkerGroup:
         if self._sender(identity, fault.rank) is None:
             self._leave(fault.rank, identity)
             return None
-        return Lost(f"reported a fault of kind {fault.kind}", fault.rank)
+        return Lost(f"reported a fault of kind {fault.kind}", fault.rank, is_memory=fault.kind == "out_of_memory")
 
     def _sender(self, identity: bytes, rank: int) -> Rank | None:
         """The rank that a message claims to come from, if it comes over that rank's own link."""
@@ -360,6 +365,12 @@ class WorkerGroup:
             self._gathering.leave(rank)
             if self._gathering.formed is not None:
                 self._end_group()
+
+    def set_log_level(self, level: str) -> None:
+        """Tell every rank, and those that come later; "" is what each was configured with."""
+        self.log_level = level
+        for rank in self.ranks.values():
+            self.router.send(rank.identity, LogLevel(level))
 
     def check(self, now: int) -> Lost | None:
         """Once in a while: a rank whose heartbeats stopped is lost."""

@@ -22,6 +22,15 @@ _PRIORITIES = {
 }
 
 
+_LOG_LEVELS = {
+    pb.LOG_LEVEL_UNSPECIFIED: "",
+    pb.LOG_LEVEL_DEBUG: "debug",
+    pb.LOG_LEVEL_INFO: "info",
+    pb.LOG_LEVEL_WARNING: "warning",
+    pb.LOG_LEVEL_ERROR: "error",
+}
+
+
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """See the proto; every method holds for the replica."""
 
@@ -75,6 +84,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Forgets every cached block."""
         done = await self._engine.ask(control.ResetPrefixCache(0))
         return pb.ResetPrefixCacheResponse(num_blocks=done.count)
+
+    async def RestartWorkers(self, request: Any, context: Any) -> pb.RestartWorkersResponse:
+        """New worker processes; running requests wait for them."""
+        ended = await self._engine.ask(control.RestartWorkers(0))
+        return pb.RestartWorkersResponse(num_ranks=ended.num_ranks, num_requests=ended.num_requests)
+
+    async def SetLogLevel(self, request: Any, context: Any) -> pb.SetLogLevelResponse:
+        """How much every process logs."""
+        if request.level not in _LOG_LEVELS:
+            raise field_violation("level", f"must be a LogLevel of this server's, not {request.level}")
+        told = await self._engine.ask(control.SetLogLevel(0, _LOG_LEVELS[request.level]))
+        previous = next(level for level, name in _LOG_LEVELS.items() if name == told.previous)
+        return pb.SetLogLevelResponse(previous=previous)
 
     async def CheckInvariants(self, request: Any, context: Any) -> pb.CheckInvariantsResponse:
         """The scheduler's laws, checked now."""

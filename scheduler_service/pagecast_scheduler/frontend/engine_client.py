@@ -22,7 +22,20 @@ from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.quotas import Quotas
 from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
-from pagecast_wire.control import Attach, Attached, AuditReport, CacheEvents, CancelReport, Done, Leave, NotNow, RequestList, UnwatchCache
+from pagecast_wire.control import (
+    Attach,
+    Attached,
+    AuditReport,
+    CacheEvents,
+    CancelReport,
+    Done,
+    Leave,
+    LogLevelSet,
+    NotNow,
+    RequestList,
+    UnwatchCache,
+    WorkersEnded,
+)
 from pagecast_wire.host import pid_namespace
 from pagecast_wire.intake import (
     KEY_BITS,
@@ -237,7 +250,7 @@ class EngineClient:
                 self._hello()
             case Attached():
                 self._on_attached(message)
-            case CancelReport() | RequestList() | Done() | AuditReport() | NotNow():
+            case CancelReport() | RequestList() | Done() | WorkersEnded() | LogLevelSet() | AuditReport() | NotNow():
                 self._on_answer(message)
             case CacheEvents():
                 watch = self._watches.get(message.ticket)

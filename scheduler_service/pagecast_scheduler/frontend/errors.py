@@ -43,6 +43,7 @@ class Reason(Enum):
     QUOTA_TOKENS = (_CODE.RESOURCE_EXHAUSTED, "the caller's quota of tokens is used up")
     MESSAGE_TOO_LARGE = (_CODE.RESOURCE_EXHAUSTED, "the message is larger than this server takes")
     SLOW_CONSUMER = (_CODE.RESOURCE_EXHAUSTED, "the stream was not read for too long")
+    STEP_MEMORY = (_CODE.RESOURCE_EXHAUSTED, "a step of this request alone does not fit the device's memory")
     OVERLOADED = (_CODE.UNAVAILABLE, "the queue is full")
     QUEUE_TIME_EXCEEDED = (_CODE.UNAVAILABLE, "the request would wait, or has waited, longer than max_queue_time")
     DRAINING = (_CODE.UNAVAILABLE, "the server is shutting down")
@@ -112,6 +113,7 @@ OF_FINISH: dict[FinishReason, Reason] = {
     FinishReason.WORKER_LOST: Reason.WORKER_LOST,
     FinishReason.POISON_REQUEST: Reason.POISON_REQUEST,
     FinishReason.CONSTRAINT_FAILED: Reason.CONSTRAINT_FAILED,
+    FinishReason.STEP_MEMORY: Reason.STEP_MEMORY,
 }
 """One row per way an accepted request ends without success; the other finish reasons are successes."""
 

@@ -19,6 +19,11 @@ def configure_logs(log_format: str, log_level: str) -> None:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[log_level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
+    set_level(log_level)
+
+
+def set_level(log_level: str) -> None:
+    """What is logged from here on, by loggers that exist too."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[log_level.upper()]))

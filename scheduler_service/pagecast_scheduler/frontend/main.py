@@ -33,7 +33,7 @@ from pagecast_scheduler.frontend.listeners import (
     listen_publicly,
 )
 from pagecast_scheduler.frontend.load_reports import Rate, trailer
-from pagecast_scheduler.frontend.logs import configure_logs
+from pagecast_scheduler.frontend.logs import configure_logs, set_level
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.namespace import load_key
 from pagecast_scheduler.frontend.prompts import PromptMaker
@@ -72,6 +72,7 @@ class Frontend:
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
         self._has_served = False
+        self._log_level = config.log_level
         self.address = ""
 
     async def start(self) -> None:
@@ -152,8 +153,17 @@ class Frontend:
             self._has_served = True
             self._publish("serving", self.address)
             log.info("serving", address=self.address, model=self.state.model_name)
+        self._follow_log_level()
         if self._engine.refused is not None:
             self.end()
+
+    def _follow_log_level(self) -> None:
+        """An operator may have set one for the whole cluster."""
+        status = self._engine.status
+        wanted = (status.log_level if status is not None else "") or self._config.log_level
+        if wanted != self._log_level:
+            self._log_level = wanted
+            set_level(wanted)
 
     def _publish(self, kind: str, text: str) -> None:
         """Writes RUN_DIR/frontend-<index>.<kind>, whole from the moment it can be seen."""
