@@ -45,7 +45,7 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     if chosen["served_model_name"] is None:
         chosen["served_model_name"] = name
     if chosen["tokenizer"] is not None:
-        chosen["tokenizer"] = str(models.resolve(chosen["tokenizer"]))
+        chosen["tokenizer"] = str(models.tokenizer(chosen["tokenizer"]))
     return chosen
 
 

@@ -40,6 +40,12 @@ def resolve(name: str) -> Path:
     )
 
 
+def tokenizer(name: str) -> Path:
+    """As `resolve`, for a model of which only the tokenizer is wanted: a folder needs tokenizer.json alone."""
+    folder = Path(name).expanduser()
+    return folder.resolve() if (folder / "tokenizer.json").is_file() else resolve(name)
+
+
 def fetch(name: str) -> None:
     """Fetch a model named ORG/MODEL from its hub unless it is on this machine; any other name is left alone. Raises HubError."""
     if name not in _PACKAGED and hub.is_hub_name(name) and hub.find(name) is None:
