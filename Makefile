@@ -63,8 +63,9 @@ ray: setup  ## ranks over a Ray cluster of two nodes on this host; installs ray
 	$(PIP) --editable '.[ray]'
 	$(BIN)/python -m pytest -m ray
 
-chaos: setup  ## real processes killed while they stream, and what must survive it
-	$(BIN)/python -m pytest tests/e2e tests/chaos -k "kill or surviv or outliv or death or heal or dead"
+chaos: setup  ## real processes killed, stopped and starved while they stream, and what must survive it
+	$(BIN)/python -m pytest -m "not mesh and not ray" tests/chaos tests/e2e/test_engine_returning.py --durations=10
+	$(BIN)/python -m pytest tests/e2e -k "kill or surviv or outliv or death or heal or dead"
 
 bench: setup  ## what this machine's CPU does, beside transformers in the same run
 	$(BIN)/pagecast bench cpu

@@ -4,6 +4,7 @@ A request has one key in the core and any number of readers, each with a key of 
 the core says under the reader's own key. Questions carry a `ticket` that the asking front end chose; the answer repeats it.
 """
 
+from collections.abc import Iterable
 from enum import IntEnum
 
 from msgspec import Struct
@@ -36,11 +37,16 @@ class Attach(Struct, frozen=True, forbid_unknown_fields=True, tag="attach"):
     request_id: str
 
 
-class Leave(Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
-    """These readers go, but their requests may go on without any reader for `grace_ms`."""
+class Leave(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="leave"):
+    """These readers go, but their requests may go on without any reader for `grace_ms`.
+
+    keeps: the front end is to be told of them on under the same keys, until they end, so that it can bring them to a scheduler after
+    this one. A second word of such a key ends that.
+    """
 
     keys: tuple[int, ...]
     grace_ms: int
+    keeps: bool = False
 
 
 class Attached(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="attached"):
@@ -56,6 +62,36 @@ class Attached(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     finished: tuple[Finished, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
+class Kept(Struct, frozen=True, forbid_unknown_fields=True, tag="kept"):
+    """An ended request that a scheduler before this one kept for late readers, for as long as is left of that."""
+
+    attached: Attached
+    left_ms: int
+
+    @property
+    def key(self) -> int:
+        return self.attached.submit.key
+
+
+class EarlierLogprobs(Struct, frozen=True, forbid_unknown_fields=True, tag="earlier_logprobs"):
+    """Log-probabilities of the tokens in the history that a request was brought back with."""
+
+    key: int
+    records: tuple[TokenLogprobs, ...]
+
+
+MAX_KEPT = 4096
+MAX_KEPT_BYTES = 64 << 20
+"""Ended requests that the scheduler keeps, and a front end for the scheduler after it; beyond either the oldest are forgotten."""
+
+
+def kept_bytes(submit: Submit, tokens: tuple[bytes, ...], records: Iterable[TokenLogprobs], of_prompt: Iterable[PromptLogprobs]) -> int:
+    """About what keeping a request costs in memory."""
+    size = len(submit.prompt) + len(submit.identity.spec) + sum(map(len, tokens))
+    size += sum(len(record.top_ids) + len(record.top_logprobs) + 64 for record in records)
+    return size + sum(len(part.logprobs) + len(part.top_ids) + len(part.top_logprobs) for part in of_prompt)
 
 
 class CancelRequests(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="cancel_requests"):
@@ -254,5 +290,5 @@ class CacheEvents(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 Question = CancelRequests | ListRequests | SetDrain | ResetPrefixCache | RestartWorkers | SetLogLevel | Audit | WatchCache | UnwatchCache
 Answer = CancelReport | RequestList | Done | WorkersEnded | LogLevelSet | AuditReport | NotNow
 
-FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready | FrontendPing | Attach | Leave | Question
+FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready | FrontendPing | Attach | Leave | Kept | EarlierLogprobs | Question
 ToFrontend = FrontendWelcome | FrontendRefused | FrontendBatch | EngineStatus | HelloWanted | Attached | CacheEvents | Answer

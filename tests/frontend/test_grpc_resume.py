@@ -134,7 +134,7 @@ async def test_what_a_broken_stream_leaves_behind(rig: Rig, detach: bool) -> Non
     await call.read()
     call.cancel()
     if detach:
-        assert await rig.scheduler.next(Leave) == Leave((submit.key,), 7000)
+        assert await rig.scheduler.next(Leave) == Leave((submit.key,), 7000, keeps=True)
         assert rig.scheduler.aborted() == []
     else:
         await rig.scheduler.next(Abort)

@@ -10,12 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagecast_scheduler.core.request import NEVER, Request
-from pagecast_wire.control import Attached
+from pagecast_wire.control import MAX_KEPT, MAX_KEPT_BYTES, Attached, EarlierLogprobs, Kept, kept_bytes
 from pagecast_wire.intake import KEY_BITS, Finished, FrontendBatch, PromptLogprobs, Submit, TokenLogprobs
 
-MAX_KEPT = 4096
-MAX_KEPT_BYTES = 64 << 20
-"""Finished requests kept for late readers, and bytes of their tokens; beyond either the oldest are forgotten."""
 MAX_ORPHANS = 1024
 """Live requests without a reader; one more ends the oldest of them."""
 MS = 1000
@@ -26,7 +23,8 @@ class Entry:
     """One findable request. Times are absolute microseconds.
 
     key: in the core. request: the core's, None once it has ended. readers: reader key -> whether it wants the request paused.
-    until: when it ends (live) or is forgotten (ended); NEVER while it has readers. tokens, ends: of an ended request.
+    keepers: keys under which front ends only follow it, for a scheduler after this one. until: when it ends (live) or is
+    forgotten (ended); NEVER while it has readers. tokens, ends: of an ended request.
     """
 
     submit: Submit
@@ -34,6 +32,7 @@ class Entry:
     position: int
     accepted_at: int
     readers: dict[int, bool] = field(default_factory=dict)
+    keepers: set[int] = field(default_factory=set)
     until: int = NEVER
     tokens: tuple[bytes, ...] = ()
     ends: tuple[Finished, ...] = ()
@@ -50,9 +49,12 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        records = sum(len(r.top_ids) + len(r.top_logprobs) + 64 for r in self.logprobs)
-        records += sum(len(p.logprobs) + len(p.top_ids) + len(p.top_logprobs) for p in self.prompt_logprobs)
-        return len(self.submit.prompt) + len(self.submit.identity.spec) + sum(map(len, self.tokens)) + records
+        return kept_bytes(self.submit, self.tokens, self.logprobs, self.prompt_logprobs)
+
+    @property
+    def told(self) -> set[int]:
+        """Every key that news of it goes to."""
+        return self.keepers.union(self.readers)
 
 
 class Directory:
@@ -63,7 +65,7 @@ class Directory:
         self._retention_us = retention_us
         self._by_name: dict[tuple[str, str], Entry] = {}
         self._by_key: dict[int, Entry] = {}  # live ones, by the core's key
-        self._reads: dict[int, Entry] = {}  # by reader key
+        self._reads: dict[int, Entry] = {}  # by the key of a reader or keeper
         self._relayed: dict[int, Entry] = {}  # live ones whose readers are not just the front end that the core tells
         self._orphans: dict[int, Entry] = {}  # live ones without readers, oldest first
         self._kept: OrderedDict[int, Entry] = OrderedDict()
@@ -123,14 +125,18 @@ class Directory:
         entry = self._reads.get(key)
         return key if entry is None else entry.key
 
-    def leave(self, key: int, grace_us: int, now: int) -> list[int]:
-        """A reader goes. Core keys of requests that end over it: its own, or the oldest orphan's."""
+    def leave(self, key: int, grace_us: int, now: int, keeps: bool = False) -> list[int]:
+        """A reader goes; its front end may keep the request. Core keys of requests that end over it: its own, or the oldest orphan's."""
         entry = self._reads.pop(key, None)
         if entry is None:
             return [] if key in self._by_key else [key]
-        del entry.readers[key]
+        was_reader = entry.readers.pop(key, None) is not None
+        entry.keepers.discard(key)
+        if keeps and grace_us and entry.submit.identity.keep:
+            entry.keepers.add(key)
+            self._reads[key] = entry
         self._update_relay(entry)
-        if entry.readers:
+        if entry.readers or not was_reader:
             return []
         if not grace_us or not entry.submit.identity.keep:
             return [entry.key]
@@ -151,8 +157,9 @@ class Directory:
         entry = self._reads.get(key)
         if entry is None:
             return key, paused
-        entry.readers[key] = paused
-        return entry.key, all(entry.readers.values())
+        if key in entry.readers:
+            entry.readers[key] = paused
+        return entry.key, self.pauses(entry)
 
     def pauses(self, entry: Entry) -> bool:
         """Whether a live request is to be paused for its readers."""
@@ -162,7 +169,7 @@ class Directory:
         """The core has ended a request. outputs: its tokens, per sequence; kept if readers may still come for them."""
         request = entry.request
         assert request is not None
-        for key in entry.readers:
+        for key in entry.told:
             del self._reads[key]
         for table in (self._by_key, self._relayed, self._orphans):
             table.pop(entry.key, None)
@@ -173,10 +180,35 @@ class Directory:
         entry.ends = tuple(seq.end for seq in request.sequences if seq.end is not None)
         entry.request, entry.until = None, now + self._retention_us
         entry.readers.clear()
+        entry.keepers.clear()
+        self._keep(entry)
+
+    def _keep(self, entry: Entry) -> None:
         self._kept[entry.key] = entry
         self._kept_bytes += entry.num_bytes
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._forget(next(iter(self._kept.values())))
+
+    def restore(self, kept: Kept, now: int) -> None:
+        """What a scheduler before this one kept. A request of the same name that is here already goes before it."""
+        attached, left_us = kept.attached, min(kept.left_ms * MS, self._retention_us)
+        submit = msgspec.structs.replace(attached.submit, history=())
+        entry = Entry(
+            submit, None, attached.queue_position, now - attached.elapsed_ms * MS, until=now + left_us, tokens=attached.submit.history,
+            ends=attached.finished, logprobs=list(attached.logprobs), prompt_logprobs=list(attached.prompt_logprobs),
+        )  # fmt: skip
+        if entry.name not in self._by_name and left_us > 0:
+            self._by_name[entry.name] = entry
+            self._keep(entry)
+
+    def restore_logprobs(self, earlier: EarlierLogprobs) -> None:
+        """Records of tokens that a live request was brought back with, perhaps by several front ends."""
+        entry = self._reads.get(earlier.key)
+        if entry is None or not entry.submit.identity.keep:
+            return
+        known = {(record.sequence, record.offset) for record in entry.logprobs}
+        entry.logprobs += [record for record in earlier.records if (record.sequence, record.offset) not in known]
+        entry.logprobs.sort(key=lambda record: (record.sequence, record.offset))
 
     def expire(self, now: int) -> list[int]:
         """Forget what was kept long enough. Core keys of requests that nobody came back for."""
@@ -191,7 +223,7 @@ class Directory:
                 self._keep_logprobs(batch)
         if not self._relayed:
             return batches
-        readers = {key: [r for r in entry.readers if r != key] for key, entry in self._relayed.items()}
+        readers = {key: sorted(entry.told - {key}) for key, entry in self._relayed.items()}
         return add_copies(batches, readers)
 
     def _keep_logprobs(self, batch: FrontendBatch) -> None:
@@ -210,7 +242,7 @@ class Directory:
         self._update_relay(entry)
 
     def _update_relay(self, entry: Entry) -> None:
-        if any(reader != entry.key for reader in entry.readers):
+        if entry.told - {entry.key}:
             self._relayed[entry.key] = entry
         else:
             self._relayed.pop(entry.key, None)

@@ -10,8 +10,9 @@ from pagecast_scheduler.engine.directory import Directory, Entry
 from pagecast_scheduler.engine.epochs import Epochs, Record
 from pagecast_scheduler.engine.frontends import Frontend, Frontends
 from pagecast_scheduler.engine.logs import logger
+from pagecast_scheduler.engine.returning import in_order_of_return
 from pagecast_wire.codec import WireError
-from pagecast_wire.control import Attach, Leave
+from pagecast_wire.control import Attach, EarlierLogprobs, Kept, Leave
 from pagecast_wire.intake import KEY_BITS, Abort, Accepted, FrontendBatch, Pause, Rejected, RejectReason, StopAt, Submit
 from pagecast_wire.sampling import FinishReason
 
@@ -30,6 +31,7 @@ class Intake:
         self._record = record
         self._answers: dict[int, tuple[list[Accepted], list[Rejected]]] = {}
         self._deferred: deque[tuple[Frontend, Any]] = deque()
+        self._returned: list[tuple[Frontend, Any]] = []
         self.is_draining = False
         self.is_holding = False
         self.refuse_from: int | None = None  # an operator drains: new requests are refused from this time on
@@ -42,15 +44,20 @@ class Intake:
         return core
 
     def take(self, frontend: Frontend, message: Any, now: int) -> None:
-        """One request message of a welcomed front end. Held back, in order, while others bring back what was running before."""
-        if self.is_holding and not frontend.is_resubmitting:
-            self._deferred.append((frontend, message))
-        else:
+        """One request message of a welcomed front end. Held back while front ends bring back what was running before."""
+        if not self.is_holding:
             self._apply(frontend, message, now)
+        elif frontend.is_resubmitting:
+            self._returned.append((frontend, message))
+        else:
+            self._deferred.append((frontend, message))
 
     def release(self, now: int) -> None:
-        """The hold is over: take what was held back."""
+        """The hold is over: take what was brought back, then what was held back, in order."""
         self.is_holding = False
+        for frontend, message in in_order_of_return(self._returned):
+            self._apply(frontend, message, now)
+        self._returned.clear()
         while self._deferred:
             frontend, message = self._deferred.popleft()
             self._apply(frontend, message, now)
@@ -70,7 +77,11 @@ class Intake:
             case Abort():
                 self._leave(keys, 0, now)
             case Leave():
-                self._leave(keys, message.grace_ms * 1000, now)
+                self._leave(keys, message.grace_ms * 1000, now, message.keeps)
+            case Kept():
+                self._directory.restore(message, now)
+            case EarlierLogprobs():
+                self._directory.restore_logprobs(message)
             case StopAt():
                 own = msgspec.structs.replace(message, key=self._directory.core_key(message.key))
                 self._arrival(own, now)
@@ -82,10 +93,10 @@ class Intake:
         if self._record is not None:
             self._record.arrival(now, message)
 
-    def _leave(self, keys: tuple[int, ...], grace_us: int, now: int) -> None:
+    def _leave(self, keys: tuple[int, ...], grace_us: int, now: int, keeps: bool = False) -> None:
         """Readers go; requests that nobody is left for end."""
         read = [self._directory.core_key(key) for key in keys]
-        ended = tuple(ended for key in keys for ended in self._directory.leave(key, grace_us, now))
+        ended = tuple(ended for key in keys for ended in self._directory.leave(key, grace_us, now, keeps))
         if ended:
             self._arrival(Abort(ended), now)
         for key in ended:
@@ -126,7 +137,7 @@ class Intake:
 
     def _attach(self, slot: int, message: Attach, now: int) -> None:
         entry = self._directory.find(message.owner, message.request_id)
-        if entry is None or not entry.submit.identity.keep:
+        if entry is None or not (entry.submit.identity.keep or message.key in entry.readers):
             self._answer(slot, Rejected(message.key, RejectReason.REQUEST_UNKNOWN))
         else:
             self._send_attached(slot, entry, message.key, now)
@@ -141,10 +152,11 @@ class Intake:
             self._pause(entry.key, self._directory.pauses(entry), now)
 
     def _admit(self, submit: Submit, now: int) -> Accepted | Rejected:
-        if self.is_draining or (self.refuse_from is not None and now >= self.refuse_from and not submit.history):
-            return Rejected(submit.key, RejectReason.DRAINING, retry_after_ms=RETRY_AFTER_MS)
-        if self._epochs.is_braking(now):
-            return Rejected(submit.key, RejectReason.RECOVERING, retry_after_ms=RETRY_AFTER_MS)
+        if not submit.history:  # else it was accepted once, and comes back
+            if self.is_draining or (self.refuse_from is not None and now >= self.refuse_from):
+                return Rejected(submit.key, RejectReason.DRAINING, retry_after_ms=RETRY_AFTER_MS)
+            if self._epochs.is_braking(now):
+                return Rejected(submit.key, RejectReason.RECOVERING, retry_after_ms=RETRY_AFTER_MS)
         self._arrival(submit, now)
         try:
             return self._core.submit(submit, now)
@@ -166,6 +178,7 @@ class Intake:
         """A front end has vanished: its unsent answers are void, and its requests end but for those that others may read on."""
         self._answers.pop(slot, None)
         self._deferred = deque((f, m) for f, m in self._deferred if f.slot != slot)
+        self._returned = [(f, m) for f, m in self._returned if f.slot != slot]
         core = self._epochs.core
         if core is None:
             return

@@ -19,6 +19,7 @@ import zmq
 
 from pagecast_scheduler.frontend.cache_watch import CacheWatch
 from pagecast_scheduler.frontend.errors import Reason, Refusal
+from pagecast_scheduler.frontend.keeping import Keeping
 from pagecast_scheduler.frontend.quotas import Quotas
 from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_wire import WIRE_DIGEST, WIRE_VERSION, WireError, decode, encode, view_u32, view_u64
@@ -79,7 +80,8 @@ class EngineClient:
         self.rebuild: Callable[[RequestStream, Attached], None] = lambda stream, attached: None  # shows a stream what it joined
         self._address = address
         self._slow_consumer_timeout_s = slow_consumer_timeout_s
-        self._live: dict[int, RequestStream] = {}  # requests that the scheduler has, by key
+        self._live: dict[int, RequestStream] = {}  # requests that the scheduler has, by key; of calls, and of some that are over
+        self._kept = Keeping()
         self._incarnation = secrets.token_hex(8)
         self._watches: dict[int, CacheWatch] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -159,9 +161,19 @@ class EngineClient:
         self.calls.pop(stream, None)
         if stream.lease is not None:
             stream.lease.end(stream.num_used)
-        if self._live.pop(stream.key, None) is not None:
-            keys, grace_ms = (stream.key,), stream.leave_grace_ms
-            self.send(Leave(keys, grace_ms) if grace_ms else Abort(keys))
+        if self._live.pop(stream.key, None) is None:
+            self._keep(stream)
+            return
+        keys, grace_ms = (stream.key,), stream.leave_grace_ms
+        kept = stream.without_caller(time.monotonic() + grace_ms / 1000) if grace_ms and stream.request.submit.identity.keep else None
+        if kept is not None:
+            self._live[kept.key] = kept
+        self.send(Leave(keys, grace_ms, keeps=kept is not None) if grace_ms else Abort(keys))
+
+    def _keep(self, stream: RequestStream) -> None:
+        """This request is over; late readers may come when there is another scheduler."""
+        if self.welcome is not None:
+            self._kept.add(stream, self.welcome.limits.retention_ms / 1000)
 
     async def ask(self, question: msgspec.Struct) -> Any:
         """The scheduler's answer to a question, whose ticket is given here. Raises Refusal when there is none to be had."""
@@ -273,8 +285,14 @@ class EngineClient:
             self.rebuild(stream, attached)
         except Exception:
             self._on_bug(stream)
-        if stream.is_done and stream.failure is None:
-            del self._live[attached.submit.key]
+        if stream.is_over:
+            self._end(stream)
+
+    def _end(self, stream: RequestStream) -> None:
+        """The scheduler has nothing more to say of this request."""
+        del self._live[stream.key]
+        if stream.kept_until is not None:
+            self._keep(stream)
 
     def _on_batch(self, batch: FrontendBatch) -> None:
         live = self._live
@@ -299,7 +317,7 @@ class EngineClient:
             if (stream := live.get(finished.key)) is not None:
                 stream.on_finished(finished)
                 if stream.is_over:
-                    del live[finished.key]
+                    self._end(stream)
 
     def _on_tokens(self, batch: FrontendBatch) -> None:
         """The token columns: one dictionary look-up and one packed append per sequence and step."""
@@ -360,8 +378,12 @@ class EngineClient:
             messages = stream.resubmission(now)
             if messages:
                 self._live[stream.key] = stream
+            elif stream.is_over:
+                self._keep(stream)
             for message in messages:
                 self.send(message)
+        for kept in self._kept.messages(self._new_key):
+            self.send(kept)
         for watch in self._watches.values():
             self.send(watch.opening())
         self.send(Ready())

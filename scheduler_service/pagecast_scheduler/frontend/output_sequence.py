@@ -87,6 +87,11 @@ class OutputSequence:
         if record.offset == len(self._logprobs):
             self._logprobs.append(record)
 
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Records of the tokens received so far."""
+        return self._logprobs
+
     def _advance(self, start: int) -> bool:
         detokenizer = self._detokenizer
         assert detokenizer is not None

@@ -9,6 +9,7 @@ class PromptRecords:
     def __init__(self, submit: Submit) -> None:
         self.prompt = submit.prompt
         self.num_next = 1
+        self.parts: list[PromptLogprobs] = []  # all, in order
         self._new: list[tuple[int, PromptLogprobs]] = []
         self._is_first = True
 
@@ -25,6 +26,7 @@ class PromptRecords:
         if end <= self.num_next:
             return False
         self._new.append((self.num_next - part.start, part))
+        self.parts.append(part)
         self.num_next = end
         return True
 

@@ -21,7 +21,7 @@ from pagecast_scheduler.frontend.prompt_logprobs import PromptRecords
 from pagecast_scheduler.frontend.quotas import Lease
 from pagecast_scheduler.frontend.tokenizer import Tokenizer
 from pagecast_scheduler.frontend.validation import CheckedSpec
-from pagecast_wire.control import Attach, Attached
+from pagecast_wire.control import Attach, Attached, EarlierLogprobs, Leave
 from pagecast_wire.intake import Finished, Pause, Phase, Progress, PromptLogprobs, Rejected, StopAt, Submit, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason
 
@@ -117,7 +117,8 @@ class RequestStream:
         self.failure: Refusal | None = None
         self.progress: Progress | None = None
         self.failed_usage: Usage | None = None
-        self._ended: set[int] = set()
+        self._ends: dict[int, Finished] = {}
+        self.kept_until: float | None = None  # nobody reads this; it is remembered so long, for a scheduler that may need it
         self.prompt_records = None if attach_to is not None else prompt_records_of(request)
         self.is_progress_due = False
         self.is_stalled = False  # the engine makes no progress with anything
@@ -149,7 +150,7 @@ class RequestStream:
     @property
     def is_over(self) -> bool:
         """Whether the scheduler has ended every sequence. When one fails the call is done, but the others run until they are aborted."""
-        return self.is_done and len(self._ended) >= len(self.sequences)
+        return self.is_done and len(self._ends) >= len(self.sequences)
 
     @property
     def num_emitted(self) -> int:
@@ -194,7 +195,6 @@ class RequestStream:
             self.on_prompt_logprobs(part)
         if self.queue_position is None and not self._begin_at_cursors(attached.submit.history):
             self.leave_grace_ms = MISTAKE_GRACE_MS
-            return
         for index, column in enumerate(attached.submit.history):
             self.on_tokens(index, 0, memoryview(column))
         for finished in attached.finished:
@@ -260,7 +260,7 @@ class RequestStream:
 
     def on_finished(self, finished: Finished) -> None:
         """End of one sequence."""
-        self._ended.add(finished.sequence)
+        self._ends[finished.sequence] = finished
         if finished.reason in OF_FINISH:
             self.failed_usage = finished.usage
             self.fail(of_finished(finished, self.request.submit.sampling.constraint is not None))
@@ -337,25 +337,52 @@ class RequestStream:
             self.is_progress_due = True
             self._wake()
 
+    def without_caller(self, until: float) -> "RequestStream | None":
+        """This request as the process remembers it when the call is over; None where the call has not learned what it is, and for a
+        process that is about to end."""
+        if self._attach_to is not None or (self.failure is not None and self.failure.reason is Reason.DRAIN_TIMEOUT):
+            return None
+        kept = RequestStream(self.request, self.sequences, self._send, False)
+        kept.key, kept.queue_position, kept.started, kept.progress = self.key, self.queue_position, self.started, self.progress
+        kept._ends, kept.prompt_records, kept.kept_until = self._ends, self.prompt_records, until
+        return kept
+
+    def as_ended(self, now: float) -> Attached:
+        """All there is of a request that is over, as its late readers will be told."""
+        outputs = tuple(s.ids.tobytes() for s in self.sequences)
+        return Attached(
+            msgspec.structs.replace(self.request.submit, key=self.key, history=outputs), self.queue_position or 0,
+            int((now - self.started) * 1000), tuple(self._ends[index] for index in sorted(self._ends)),
+            tuple(record for s in self.sequences for record in s.logprobs),
+            () if self.prompt_records is None else tuple(self.prompt_records.parts),
+        )  # fmt: skip
+
     def resubmission(self, now: float) -> list[msgspec.Struct]:
-        """Messages that bring this request back to a scheduler that lost it; empty when its output is complete already."""
+        """Messages that bring this request back to a scheduler that lost it; empty when its output is complete already, or nobody will
+        come for it any more."""
         if self._attach_to is not None:
             return [msgspec.structs.replace(self._attach_to, key=self.key)]
         submit = self.request.submit
-        if self._complete_locally(now):
+        if self._complete_locally(now) or (self.kept_until is not None and self.kept_until <= now):
             return []
         deadline = self.request.deadline
         changes = {
             "key": self.key,
-            "history": tuple(s.ids.tobytes() for s in self.sequences) if any(s.ids for s in self.sequences) else (),
+            "history": () if self.queue_position is None else tuple(s.ids.tobytes() for s in self.sequences),
             "deadline_ms": -1 if deadline is None else max(0, int((deadline - now) * 1000)),
             "time_budget_ms": -1 if submit.time_budget_ms < 0 else max(1, submit.time_budget_ms - int((now - self.started) * 1000)),
             "max_queue_ms": submit.max_queue_ms if self.queue_position is None else -1,
             "identity": msgspec.structs.replace(submit.identity, join=True),  # another front end may have brought it back already
         }
         messages: list[msgspec.Struct] = [msgspec.structs.replace(submit, **changes)]
+        stopped = [s for s in self.sequences if s.matched_stop is not None]
+        messages += [StopAt(key=self.key, sequence=s.index, keep=s.num_output_tokens) for s in stopped]
+        if records := tuple(record for s in self.sequences for record in s.logprobs):
+            messages.append(EarlierLogprobs(self.key, records))
         if self._is_paused:
             messages.append(Pause(key=self.key, paused=True))
+        if self.kept_until is not None:
+            messages.append(Leave((self.key,), max(MISTAKE_GRACE_MS, int((self.kept_until - now) * 1000)), keeps=True))
         return messages
 
     def _complete_locally(self, now: float) -> bool:
