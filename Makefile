@@ -48,7 +48,7 @@ protos: setup
 	else echo "buf left out: npm is not installed"; fi
 
 unit: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --randomly-seed=1 --durations=15
 
 soak: setup  ## the whole scheduler simulated from 100,000 seeds, with faults and every law checked; SOAK="--seeds 5000" for fewer
 	$(BIN)/python tests/sim/run.py $(SOAK)

@@ -1,15 +1,24 @@
-"""For every test: whatever a server answers with an error, no word of it comes from the inside."""
+"""For every test: what is drawn is drawn alike in every run, and whatever a server answers with an error, no word of it comes from the
+inside."""
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 """Two tests at a time share the cores: threads of torch that spin while they wait would take them from each other."""
+
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeat", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("repeat")
+"""How long an example takes says how busy the machine is, and a run that fails has to fail again for whoever looks into it. Other
+examples: --hypothesis-profile=explore."""
 
 INNER = re.compile(r"Traceback|\.py\b|/work/|/tmp/|site-packages|object at 0x|\b[A-Z][A-Za-z]+(?:Error|Exception)\b")
 """Names of Python classes, source files, paths and addresses."""
@@ -40,3 +49,11 @@ def nothing_inner_reaches_a_client() -> Iterator[None]:
     _found.clear()
     yield
     assert _found == []
+
+
+@pytest.fixture(autouse=True)
+def torch_draws_the_same() -> None:
+    """What a test draws does not depend on which tests ran before it in its process."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(0)

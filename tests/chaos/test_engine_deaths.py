@@ -45,7 +45,7 @@ def _wait_gone(pid: int) -> None:
         time.sleep(0.01)  # the test's own look, nothing is synchronised by it
 
 
-def _start_streams(frontend: RigFrontend, count: int = 8, n: int = 150) -> list[int]:
+def _start_streams(frontend: RigFrontend, count: int = 8, n: int = 500) -> list[int]:
     keys = [frontend.submit([i] * (5 * i + 1), n, seed=i) for i in range(count)]
     frontend.pump(lambda: all(len(frontend.tokens.get((key, 0), [])) >= 5 for key in keys), "every stream has begun")
     return keys
@@ -103,8 +103,8 @@ def test_constrained_streams_go_on_once_the_new_group_has_compiled(tmp_path: Pat
     ranks = [worker_process(tmp_path, rank, 2, oracle_step_us=STEP_US) for rank in range(2)]
     with _processes(*ranks), engine_thread(tmp_path, tensor_parallel_size=2):
         frontend = RigFrontend(tmp_path).wait_serving()
-        keys = [frontend.submit([i] * (5 * i + 1), 150, seed=i, constraint=constraint) for i in range(4)]
-        keys.append(frontend.submit([7] * 20, 150, seed=9))
+        keys = [frontend.submit([i] * (5 * i + 1), 500, seed=i, constraint=constraint) for i in range(4)]
+        keys.append(frontend.submit([7] * 20, 500, seed=9))
         frontend.pump(lambda: all(len(frontend.tokens.get((key, 0), [])) >= 5 for key in keys), "every stream has begun")
         keys.append(frontend.submit([8] * 9, 40, seed=8, constraint=Constraint(ConstraintKind.JSON_OBJECT)))
         ranks[1].kill()
@@ -115,7 +115,7 @@ def test_constrained_streams_go_on_once_the_new_group_has_compiled(tmp_path: Pat
 
 def test_hung_rank_is_killed_after_the_step_deadline(tmp_path: Path) -> None:
     worker = worker_process(tmp_path, oracle_step_us=STEP_US)
-    with _processes(worker), engine_thread(tmp_path, step_deadline_s=1.0):
+    with _processes(worker), engine_thread(tmp_path, step_deadline_s=4.0):
         frontend = RigFrontend(tmp_path).wait_serving()
         keys = _start_streams(frontend)
         hung = worker.process.pid
@@ -128,10 +128,11 @@ def test_hung_rank_is_killed_after_the_step_deadline(tmp_path: Path) -> None:
 
 def test_hung_rank_without_work_is_found_by_its_silence(tmp_path: Path) -> None:
     ranks = [worker_process(tmp_path, rank, 2) for rank in range(2)]
-    with _processes(*ranks), engine_thread(tmp_path, tensor_parallel_size=2, heartbeat_timeout_s=2.5):
+    with _processes(*ranks), engine_thread(tmp_path, tensor_parallel_size=2, heartbeat_timeout_s=5.0):
         frontend = RigFrontend(tmp_path).wait_serving()
+        before = frontend.status.epoch if frontend.status else 0
         ranks[1].kill(signal.SIGSTOP)
-        frontend.pump(lambda: frontend.status is not None and frontend.status.epoch == 2, "a new epoch")
+        frontend.pump(lambda: frontend.status is not None and frontend.status.epoch > before > 0, "a new epoch")
         key = frontend.submit([1], 20)
         _end_streams(frontend, [key])
         frontend.close()
@@ -175,12 +176,12 @@ def test_scheduler_and_worker_killed_together(tmp_path: Path) -> None:
 def test_scheduler_stopped_for_a_while_blames_nobody(tmp_path: Path) -> None:
     """Longer than a step may take and than a heartbeat may be late."""
     worker = worker_process(tmp_path, oracle_step_us=STEP_US)
-    scheduler = scheduler_process(tmp_path, step_deadline_s=1.0, heartbeat_timeout_s=2.0)
+    scheduler = scheduler_process(tmp_path, step_deadline_s=4.0, heartbeat_timeout_s=5.0)
     with _processes(scheduler, worker):
         frontend = RigFrontend(tmp_path).wait_serving()
         keys = _start_streams(frontend)
         scheduler.kill(signal.SIGSTOP)
-        time.sleep(4.0)  # the fault itself: a scheduler that does not run
+        time.sleep(8.0)  # the fault itself: a scheduler that does not run
         scheduler.kill(signal.SIGCONT)
         _end_streams(frontend, keys)
         assert len(worker.pids) == 1 and frontend.status is not None and frontend.status.epoch == 1
@@ -188,7 +189,7 @@ def test_scheduler_stopped_for_a_while_blames_nobody(tmp_path: Path) -> None:
 
 
 def test_front_end_killed_its_requests_end_and_blocks_are_free(tmp_path: Path) -> None:
-    worker = worker_process(tmp_path, oracle_step_us=STEP_US)
+    worker = worker_process(tmp_path, oracle_step_us=4 * STEP_US)
     with _processes(worker), engine_thread(tmp_path):
         watcher = RigFrontend(tmp_path).wait_serving()
         code = (
@@ -197,7 +198,8 @@ def test_front_end_killed_its_requests_end_and_blocks_are_free(tmp_path: Path) -
             "keys = [f.submit([i] * 40, 2000) for i in range(4)]\n"
             "f.pump(lambda: len(f.tokens) == 4)\nprint('running', flush=True)\nf.pump(lambda: False)"
         )
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         victim = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
         assert victim.stdout is not None and victim.stdout.readline() == "running\n"
         watcher.pump(lambda: watcher.status is not None and watcher.status.num_running == 4, "four are running")

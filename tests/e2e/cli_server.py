@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -24,12 +24,13 @@ class Served:
     http: str = ""
 
     def children(self) -> dict[str, list[psutil.Process]]:
-        """Its processes by role, oldest first."""
+        """Its processes by role, oldest first; without those that have ended, or are not yet what they are to be."""
         found: dict[str, list[psutil.Process]] = {"frontend": [], "scheduler": [], "worker": []}
         for child in sorted(psutil.Process(self.process.pid).children(), key=lambda process: process.create_time()):
-            words = child.cmdline()
-            if "pagecast.cli.main" in words:
-                found.setdefault(words[words.index("pagecast.cli.main") + 1], []).append(child)
+            with suppress(psutil.NoSuchProcess):
+                words = child.cmdline()
+                if "pagecast.cli.main" in words:
+                    found.setdefault(words[words.index("pagecast.cli.main") + 1], []).append(child)
         return found
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -50,7 +50,7 @@ from pagecast_worker.executor import PlanError
 from pagecast_worker.link import PlanOrder, Verdict
 from pagecast_worker.oracle import OracleExecutor, oracle_tokens
 
-LIVENESS_S = 30.0
+LIVENESS_S = 60.0
 """How long anything may take before a test fails: a bound on being stuck, not a promise of speed."""
 
 logs.configure("json", "error")
@@ -59,7 +59,12 @@ Filter = Callable[[list[bytes]], list[bytes]]
 
 
 class RigFrontend:
-    """A front end without gRPC. Keeps every token and checks the offsets of each batch; brings its requests back when asked."""
+    """A front end without gRPC. Keeps every token and checks the offsets of each batch; brings its requests back when asked.
+
+    Whichever of a test's front ends is pumped, all of them ping: what else a test waits for makes none of them fall silent.
+    """
+
+    open: ClassVar[set["RigFrontend"]] = set()
 
     def __init__(self, run_dir: Path, pid: int | None = None) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
@@ -85,6 +90,7 @@ class RigFrontend:
         self._counter = 0
         self._returning = False
         self._next_ping = 0.0
+        self.open.add(self)
         self.hello()
 
     def hello(self, **changes: Any) -> None:
@@ -114,13 +120,17 @@ class RigFrontend:
         """Take messages, and ping, until the condition holds."""
         end = time.monotonic() + LIVENESS_S
         while not until():
-            now = time.monotonic()
-            assert now < end, f"nothing for {LIVENESS_S} s: {what or until}; status {self.status}"
-            if self.slot > 0 and now >= self._next_ping:
-                self._next_ping = now + 1.0
-                self.send(FrontendPing(self.slot))
+            assert time.monotonic() < end, f"nothing for {LIVENESS_S} s: {what or until}; status {self.status}"
+            for each in self.open:
+                each._ping()
             if self.socket.poll(200):
                 self._take(codec.decode(self.socket.recv(), "to_frontend"))
+
+    def _ping(self) -> None:
+        now = time.monotonic()
+        if self.slot > 0 and now >= self._next_ping:
+            self._next_ping = now + 1.0
+            self.send(FrontendPing(self.slot))
 
     def wait_serving(self) -> "RigFrontend":
         self.pump(lambda: self.status is not None and self.status.state == ServingState.SERVING and self.welcome is not None, "SERVING")
@@ -179,6 +189,7 @@ class RigFrontend:
         assert self.tokens[key, 0] == expected
 
     def close(self) -> None:
+        self.open.discard(self)
         self.socket.close()
         self.context.term()
 
@@ -205,6 +216,7 @@ class RigWorker(threading.Thread):
         self.faults: list[str] = []
         self.num_duplicates = 0
         self.hold_results = threading.Event()
+        self.hold_after: int | None = None  # results of later steps are held too
         self.silent = threading.Event()
 
     def run(self) -> None:
@@ -269,10 +281,13 @@ class RigWorker(threading.Thread):
                 self.send(msgspec.structs.replace(self.hello, last_epoch=self.order.epoch))
 
     def _collect(self) -> None:
-        while not self.hold_results.is_set() and (result := self.executor.collect(wait=False)) is not None:
+        while not self._holds() and (result := self.executor.collect(wait=False)) is not None:
             self.done = result.step
             if self.rank == 0:
                 self.send(result)
+
+    def _holds(self) -> bool:
+        return self.hold_results.is_set() or (self.hold_after is not None and self.done >= self.hold_after)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,16 @@
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from pagecast_scheduler.launch.events import ChildExited, ChildStarted, Event
 from pagecast_scheduler.launch.local import RoleSpec, RunDir
 
-WAIT_S = 40.0
+WAIT_S = 60.0
 
 PROGRAM = r"""
 import os, signal, sys, time
@@ -53,6 +56,21 @@ note("runs")
 while True:
     signal.pause()
 """
+
+
+def ended(pid: int) -> bool:
+    """Gone, or waiting only for its parent to look."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def wait_ended(pids: Sequence[int]) -> None:
+    """Until all of these processes have."""
+    deadline = time.monotonic() + WAIT_S
+    while not all(map(ended, pids)):
+        assert time.monotonic() < deadline, f"{[pid for pid in pids if not ended(pid)]} live on"
+        time.sleep(0.01)
 
 
 class Notes:

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 from e2e.cli_server import LIMIT_S, PAGECAST
+from free_ports import free_port
 
 from pagecast import Client, SamplingParams
 
@@ -71,9 +71,7 @@ def test_ranks_have_a_network_and_keys_of_their_own() -> None:
 def test_the_commands_of_the_ranks_serve_as_processes(tmp_path: Path) -> None:
     """With the oracle, on this host's loopback, as compose would start them."""
     services = yaml.safe_load((ROOT / "deploy/docker-compose.ranks.yml").read_text())["services"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        head = f"127.0.0.1:{free.getsockname()[1]}"
+    head = f"127.0.0.1:{free_port()}"
     keys, oracle = tmp_path / "keys", ["--executor", "oracle", "--num-blocks", "64"]
     assert subprocess.run([*PAGECAST, "keys", str(keys)], capture_output=True, timeout=LIMIT_S).returncode == 0
     extra = {"worker-0": oracle, "worker-1": oracle, "scheduler": [], "frontend": ["--port", "0", "--drain-announce-s", "0"]}

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
+from e2e.launch_roles import wait_ended
 
 from pagecast import LLM, AsyncLLM, SamplingParams, errors, types
 from pagecast.llm import listed
@@ -108,9 +108,8 @@ print("generated", flush=True)
 def test_no_process_outlives_the_program(end: str, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(end=end)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr
-    children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    children = [int(pid) for pid in process.stdout.readline().split()]
     assert len(children) == 3
     _, errors_said = process.communicate(timeout=120)
     assert process.returncode == code, errors_said
-    _, alive = psutil.wait_procs(children, timeout=30)
-    assert not alive
+    wait_ended(children)

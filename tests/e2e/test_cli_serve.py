@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.cli_server import pagecast, serve
+from e2e.launch_roles import wait_ended
 
 from pagecast import Client, SamplingParams
 from pagecast.errors import PagecastError
@@ -112,10 +113,10 @@ def test_a_killed_front_end_comes_back_where_it_was() -> None:
 
 def test_nothing_outlives_a_killed_supervisor() -> None:
     with serve(*ORACLE) as served:
-        processes = [process for role in served.children().values() for process in role]
+        processes = [process.pid for role in served.children().values() for process in role]
+        assert len(processes) == 3
         served.process.kill()
-        gone, alive = psutil.wait_procs(processes, timeout=30)
-    assert len(gone) == 3 and not alive
+        wait_ended(processes)
 
 
 def test_a_port_in_use_is_said_in_one_line() -> None:

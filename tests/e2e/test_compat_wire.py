@@ -21,7 +21,7 @@ SCENARIOS = [
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve("--executor", "oracle", "--max-model-len", "4096") as running:
+    with serve("--executor", "oracle", "--oracle-step-us", "5000", "--max-model-len", "4096") as running:
         yield running
 
 

@@ -87,7 +87,7 @@ def test_all_ranks_hear_of_one_group_and_open_an_epoch(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
-    with engine_thread(tmp_path, tensor_parallel_size=2, rank_timeout_s=2.0) as engine, peers() as context:
+    with engine_thread(tmp_path, tensor_parallel_size=2, rank_timeout_s=5.0) as engine, peers() as context:
         zero, end = Peer(context, tmp_path, 0), time.monotonic() + LIVENESS_S
         while 0 not in engine._group._gathering.members:
             assert time.monotonic() < end and zero.join
@@ -97,6 +97,7 @@ def test_what_differs_is_named_before_anything_is_loaded(tmp_path: Path) -> None
             ({"world_size": 3}, ("tensor_parallel_size 3", "has 2")),
             ({"wire_digest": "feed"}, ("wire digest feed", WIRE_DIGEST)),
         ):
+            zero.send(zero.join)
             stop = Peer(context, tmp_path, 1, **wrong).receive()
             assert isinstance(stop, StopWorker) and all(word in stop.reason for word in ("refused", *words))
         while not engine.reason and time.monotonic() < end:
@@ -107,7 +108,7 @@ def test_what_differs_is_named_before_anything_is_loaded(tmp_path: Path) -> None
 
 
 def test_a_rank_that_waits_is_not_the_missing_one(tmp_path: Path) -> None:
-    with engine_thread(tmp_path, tensor_parallel_size=2, rank_timeout_s=1.0) as engine, peers() as context:
+    with engine_thread(tmp_path, tensor_parallel_size=2, rank_timeout_s=4.0) as engine, peers() as context:
         zero, end = Peer(context, tmp_path, 0), time.monotonic() + LIVENESS_S
         while not engine.reason and time.monotonic() < end:
             zero.send(zero.join)
@@ -150,6 +151,9 @@ def test_survivors_are_adopted_by_a_new_scheduler_as_the_group_they_are(tmp_path
             zero, one = Peer(context, tmp_path, 0), Peer(context, tmp_path, 1)
             group = formed(zero, one)
         with engine_thread(tmp_path, tensor_parallel_size=2):
-            for peer in (zero, one):
-                peer.hello(group.group)
+            end = time.monotonic() + LIVENESS_S
+            while not (zero.socket.poll(500) and one.socket.poll(500)):  # what was sent to the old socket's end is lost
+                assert time.monotonic() < end
+                for peer in (zero, one):
+                    peer.hello(group.group)
             assert isinstance(zero.receive(), StartEpoch) and isinstance(one.receive(), StartEpoch)

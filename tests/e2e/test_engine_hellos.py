@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from e2e.engine_rig import RigFrontend, RigWorker, engine_thread, rig_workers
+from e2e.engine_rig import LIVENESS_S, RigFrontend, RigWorker, engine_thread, rig_workers
 
 from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.hello import foreign_build, wire_mismatch, worker_mismatch
@@ -53,11 +53,11 @@ def test_a_hello_of_another_build_is_recognised_and_named() -> None:
 
 
 def test_a_rank_of_another_build_is_told_to_stop_and_named_when_time_is_up(tmp_path: Path) -> None:
-    with engine_thread(tmp_path, tensor_parallel_size=2, rank_timeout_s=1.0) as engine:
-        good, bad = RigWorker(tmp_path, 0, 2), RigWorker(tmp_path, 1, 2, wire_digest="0000feed0000beef")
-        good.start()
+    good, bad = RigWorker(tmp_path, 0, 2), RigWorker(tmp_path, 1, 2, wire_digest="0000feed0000beef")
+    good.start()  # dials before anybody listens, so that it is there as soon as the engine is
+    with engine_thread(tmp_path, tensor_parallel_size=2, rank_timeout_s=5.0) as engine:
         bad.start()
-        assert bad.stopped.wait(30)
+        assert bad.stopped.wait(LIVENESS_S)
         assert engine.exit_code() == 1  # type: ignore[attr-defined]
         assert "rank 1" in engine.reason and "0000feed0000beef" in engine.reason and WIRE_DIGEST in engine.reason
         assert "rank 0" not in engine.reason
@@ -67,7 +67,7 @@ def test_a_rank_of_another_build_is_told_to_stop_and_named_when_time_is_up(tmp_p
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     present = RigWorker(tmp_path, 2, 4)
     present.start()  # dials before anybody listens, so that it is there as soon as the engine is
-    with engine_thread(tmp_path, tensor_parallel_size=4, rank_timeout_s=3.0) as engine:
+    with engine_thread(tmp_path, tensor_parallel_size=4, rank_timeout_s=5.0) as engine:
         assert engine.exit_code() == 1  # type: ignore[attr-defined]
         assert all(f"rank {r}" in engine.reason for r in (0, 1, 3)) and "rank 2" not in engine.reason
         present.quit.set()
@@ -81,7 +81,7 @@ def test_another_model_on_one_rank_is_refused_and_the_right_one_completes_the_gr
         other = RigWorker(tmp_path, 1, 2, config_digest="another")
         frontend.pump(lambda: (0, "warm-up") in frontend.load, "rank 0 is there")
         other.start()
-        assert other.stopped.wait(30)
+        assert other.stopped.wait(LIVENESS_S)
         second = RigWorker(tmp_path, 1, 2)
         second.start()
         frontend.wait_serving()

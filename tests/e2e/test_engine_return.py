@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from e2e.engine_rig import LIVENESS_S, RigFrontend, engine_thread, rig_workers, scheduler_process
 
+from pagecast_scheduler.engine import loop
+from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_scheduler.engine.run_state import load
 from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import ServingState
@@ -19,13 +21,16 @@ def _first_tokens(worker: object) -> list[int]:
     return [int(view_u32(a.tokens)[0]) for plan in plans for a in plan.admissions if len(a.tokens) > 4]
 
 
-def test_requests_of_before_come_first_and_new_ones_wait_for_them(tmp_path: Path) -> None:
+def test_requests_of_before_come_first_and_new_ones_wait_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "HOLD", 60 * SECOND)
     with rig_workers(tmp_path, 1) as (worker,):
         with engine_thread(tmp_path):
             old = RigFrontend(tmp_path).wait_serving()
+            worker.hold_after = 12
             key = old.submit([77, 1], 1500)
             old.pump(lambda: len(old.tokens.get((key, 0), [])) > 5, "tokens")
             seen = len(old.tokens[key, 0])
+        worker.hold_after = None
         with engine_thread(tmp_path):
             new = RigFrontend(tmp_path)
             new.pump(lambda: new.welcome is not None, "welcome")

@@ -73,12 +73,16 @@ def test_limits_are_the_smallest_pools_and_lowered_length_is_told(tmp_path: Path
 
 
 def test_abort_ends_a_request_and_frees_its_blocks(tmp_path: Path) -> None:
-    with engine_thread(tmp_path), rig_workers(tmp_path, 1):
+    with engine_thread(tmp_path), rig_workers(tmp_path, 1) as (worker,):
         frontend = RigFrontend(tmp_path).wait_serving()
+        worker.hold_after = 10
         key, other = frontend.submit([5] * 40, 1900), frontend.submit([6] * 40, 30)
         frontend.pump(lambda: len(frontend.tokens.get((key, 0), [])) > 3, "tokens")
         frontend.abort(key)
-        frontend.wait_finished(key, other)
+        later = frontend.submit([7], 2)
+        frontend.pump(lambda: later in frontend.accepted, "what was sent before is heard too")
+        worker.hold_after = None
+        frontend.wait_finished(key, other, later)
         assert frontend.finished[key, 0].reason == FinishReason.CANCELLED
         frontend.expect(other)
         frontend.pump(lambda: frontend.status is not None and frontend.status.num_blocks_referenced == 0, "blocks are free")
@@ -86,12 +90,15 @@ def test_abort_ends_a_request_and_frees_its_blocks(tmp_path: Path) -> None:
 
 
 def test_a_paused_request_waits_and_goes_on(tmp_path: Path) -> None:
-    with engine_thread(tmp_path), rig_workers(tmp_path, 1):
+    with engine_thread(tmp_path), rig_workers(tmp_path, 1) as (worker,):
         frontend = RigFrontend(tmp_path).wait_serving()
+        worker.hold_after = 10
         key = frontend.submit([5] * 40, 700)
         frontend.pump(lambda: len(frontend.tokens.get((key, 0), [])) > 3, "tokens")
         frontend.send(Pause(key, True))
-        other = frontend.submit([7], 100)
+        other = frontend.submit([7], 1000)
+        frontend.pump(lambda: other in frontend.accepted, "what was sent before is heard too")
+        worker.hold_after = None
         frontend.wait_finished(other)
         assert (key, 0) not in frontend.finished
         frontend.send(Pause(key, False))

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from e2e.cli_server import Served, serve
+from e2e.cli_server import LIMIT_S, Served, serve
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 
@@ -99,7 +99,7 @@ def test_langchain_invokes_and_streams(served: Served, model: str) -> None:
 
 
 def test_tokens_and_text_go_both_ways(served: Served, model: str) -> None:
-    with httpx.Client(base_url=served.http) as http:
+    with httpx.Client(base_url=served.http, timeout=LIMIT_S) as http:
         made = http.post("/tokenize", json={"model": model, "prompt": "Hello, 世界"}).json()
         assert made["count"] == len(made["tokens"]) > 0 and made["max_model_len"] > 0
         assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "Hello, 世界"}

@@ -56,8 +56,8 @@ def served() -> Iterator[Served]:
         yield running
 
 
-def expected(seed: int, sequence: int = 0) -> list[int]:
-    return oracle_tokens(PROMPT, LENGTH, seed, sequence, vocab_size=VOCAB)
+def expected(seed: int, sequence: int = 0, length: int = LENGTH) -> list[int]:
+    return oracle_tokens(PROMPT, length, seed, sequence, vocab_size=VOCAB)
 
 
 def sampling(seed: int, n: int = LENGTH) -> SamplingParams:
@@ -84,7 +84,9 @@ def test_a_stream_goes_on_through_another_front_end(served: Served, number: sign
         readers = [threading.Thread(target=read, args=(at,)) for at in range(len(streams))]
         for reader in readers:
             reader.start()
+        end = time.monotonic() + LIMIT_S
         while not all([len(ids) > 20 for ids in list(outputs.values())] == [True] * (each.n or 1) for outputs, each in zip(got, chosen)):
+            assert time.monotonic() < end
             time.sleep(0.01)
         process.send_signal(number)
         for reader in readers:
@@ -117,11 +119,11 @@ async def test_async_clients_go_on_join_and_cancel(served: Served) -> None:
             for stream, head in zip(streams, heads, strict=True):
                 rest = [event async for event in stream]
                 assert [i for e in (*head, *rest) if isinstance(e, types.Tokens) for i in e.token_ids] == expected(90)
-            doomed = direct.stream(PROMPT, sampling(91, 3000), request_id="doomed")
+            doomed = direct.stream(PROMPT, sampling(91, 4000), request_id="doomed")
             await anext(doomed)
             with pytest.raises(RequestIdInUse):
-                await anext(direct.stream(PROMPT, sampling(91, 3000), request_id="doomed"))
-            joined = direct.stream(PROMPT, sampling(91, 3000), request_id="doomed", attach=True)
+                await anext(direct.stream(PROMPT, sampling(91, 4000), request_id="doomed"))
+            joined = direct.stream(PROMPT, sampling(91, 4000), request_id="doomed", attach=True)
             assert (await anext(joined)).request_id == "doomed"  # type: ignore[union-attr]
             assert await direct.cancel("doomed")
             for stream in (doomed, joined):
@@ -181,7 +183,7 @@ async def test_operators_see_why_requests_wait(served: Served, operator: Any) ->
 
 async def test_drain_and_undrain(served: Served, operator: Any) -> None:
     async with AsyncClient(served.address) as client:
-        running = client.stream(PROMPT, sampling(5))
+        running = client.stream(PROMPT, sampling(5, 2500))
         head = await anext(running)
         assert isinstance(head, types.Accepted)
         assert (await operator.Drain(admin.DrainRequest(announce={"seconds": 0}))).num_open == 1  # type: ignore[arg-type]
@@ -191,7 +193,7 @@ async def test_drain_and_undrain(served: Served, operator: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client._generation.Generate(requests_of(client))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert [i async for e in running if isinstance(e, types.Tokens) for i in e.token_ids] == expected(5)
+        assert [i async for e in running if isinstance(e, types.Tokens) for i in e.token_ids] == expected(5, length=2500)
         await operator.Undrain(admin.UndrainRequest())
         async with asyncio.timeout(LIMIT_S):
             while await client.health() != "SERVING":
@@ -332,7 +334,7 @@ def test_the_admin_command(served: Served) -> None:
         done = pagecast("admin", *words, "--run-dir", str(run_dir_of(served)))
         return done.returncode, done.stdout + done.stderr
 
-    with Client(served.address) as client, client.stream(PROMPT, sampling(3, 3000), request_id="seen") as stream:
+    with Client(served.address) as client, client.stream(PROMPT, sampling(3, 4000), request_id="seen") as stream:
         next(stream)
         code, text = act("requests")
         assert code == 0 and "seen" in text and "1 open" in text

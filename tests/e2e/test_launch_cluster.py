@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.launch_roles import WAIT_S, Events, exited, started
+from e2e.launch_roles import WAIT_S, Events, exited, started, wait_ended
 
 from pagecast import Client, SamplingParams
 from pagecast.types import Tokens
@@ -117,8 +117,6 @@ def test_real_roles_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     assert process.stdout is not None
     words = [process.stdout.readline().strip() for _ in range(4)]
     assert words[3] == "ready"
-    processes = [psutil.Process(int(word)) for word in words[:3]]
     process.kill()
     process.wait(WAIT_S)
-    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    wait_ended([int(word) for word in words[:3]])

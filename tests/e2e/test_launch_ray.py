@@ -5,7 +5,6 @@ The cluster takes its time to start, so `make ray` runs what needs one, and `mak
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.cli_server import LIMIT_S, pagecast, serve
+from free_ports import free_port
 
 from pagecast import Client, SamplingParams
 from pagecast_scheduler.launch.ray import OverRay, check_address
@@ -54,12 +54,6 @@ def address() -> Iterator[str]:
     finally:
         process.stdin.close()
         process.wait(timeout=LIMIT_S)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def ranks() -> list[psutil.Process]:

@@ -1,7 +1,6 @@
 """The static launcher on two hosts, their link under CURVE: a model split over them serves and heals; what does not fit is one line."""
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST, pagecast
 from e2e.two_hosts import Host, two_hosts
+from free_ports import free_port
 from worker.tiny_model import write_config
 
 from pagecast import LLM, Client, SamplingParams
@@ -75,12 +75,6 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o600}
     assert pagecast("keys", str(folder)).returncode == 2  # a key is never replaced
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextmanager
@@ -154,9 +148,9 @@ def test_what_does_not_fit_is_one_line_and_an_exit_code(hosts: tuple[Host, Host]
 
 
 def test_a_host_that_never_comes_is_named(hosts: tuple[Host, Host], keys: Path, tmp_path: Path) -> None:
-    with head_node(hosts, keys, tmp_path, "--executor", "oracle", "--num-blocks", "64", "--rank-timeout-s", "2") as (head, _):
-        assert head.wait() == 1
-        assert any("scheduler" in line and "no worker for rank 1 of 2 within 2 s" in line for line in head.lines), "".join(head.lines)
+    with head_node(hosts, keys, tmp_path, "--executor", "oracle", "--num-blocks", "64", "--rank-timeout-s", "15") as (head, _):
+        assert head.wait() == 1  # rank 0 is there long before that, on however busy a machine
+        assert any("scheduler" in line and "no worker for rank 1 of 2 within 15 s" in line for line in head.lines), "".join(head.lines)
 
 
 def test_no_link_between_hosts_without_keys() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.launch_roles import WAIT_S, Events, Notes, exited, roles, started
+from e2e.launch_roles import WAIT_S, Events, Notes, exited, roles, started, wait_ended
 
 from pagecast_scheduler.launch.events import ChildExited, ChildStarted, Failed, Loading, Ready, Stopping
 from pagecast_scheduler.launch.local import LaunchError, RestartPolicy, RunDir, Supervisor
@@ -120,7 +120,7 @@ def test_a_wrong_configuration_ends_the_start_with_its_last_line(tmp_path: Path,
 
 def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, notes: Notes) -> None:
     events = Events()
-    with supervisor(tmp_path, events, scheduler="stubborn", grace_s="0.5") as cluster:
+    with supervisor(tmp_path, events, scheduler="stubborn", grace_s="4") as cluster:
         cluster.wait_ready(WAIT_S)
         notes.wait("scheduler runs")
         assert cluster.stop() == 0
@@ -184,8 +184,7 @@ class Serving:
     def wait(self) -> int:
         """The exit code; whoever it started is gone by then or soon."""
         code = self.process.wait(WAIT_S)
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in self.pids if psutil.pid_exists(pid)], timeout=WAIT_S)
-        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        wait_ended(self.pids)
         return code
 
 

@@ -13,7 +13,7 @@ from frontend.fake_scheduler import FakeScheduler
 from google.rpc import error_details_pb2, status_pb2
 
 from pagecast.v1 import generation_pb2_grpc
-from pagecast_scheduler.frontend import reloading
+from pagecast_scheduler.frontend import boundary, engine_client, generation, interceptor, main, reloading
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.main import Frontend
@@ -98,6 +98,22 @@ def folder() -> Iterator[Path]:
     """A folder whose path is short enough for a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="pc") as name:
         yield Path(name)
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The lines that a front end of this process logs, whatever other tests of it have set up for their logs."""
+    lines: list[dict[str, Any]] = []
+
+    class Book:
+        def note(self, event: str, **fields: Any) -> None:
+            lines.append({"event": event, **fields})
+
+        debug = info = warning = error = note
+
+    for module in (boundary, engine_client, generation, interceptor, main, reloading):
+        monkeypatch.setattr(module, "log", Book())
+    return lines
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from pagecast_wire.sampling import FinishReason
 MODEL = ModelFacts("tiny", "oracle", "d1" * 32, 512, 256, (2,), "float32", 1, 1, 8, 64, 1000)
 LIMITS = EngineLimits(16, 17, 256, 8, 64, 16, 4096, True, 60_000, 30_000)
 T = TypeVar("T")
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class FakeScheduler:

@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-import structlog
 from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import finished
 from frontend.raw_http2 import RawClient, grpc_frame
@@ -19,18 +18,15 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from structlog.testing import capture_logs
 from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3 import orca_pb2
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import runtime_pb2, runtime_pb2_grpc
-from pagecast_scheduler.frontend import interceptor
 from pagecast_scheduler.frontend.call_context import is_tracestate, parse_traceparent, read_metadata
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.errors import Refusal
 from pagecast_scheduler.frontend.listeners import connection_cap
-from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.tracing import OtlpSpans, spans_to
 from pagecast_wire.intake import Abort, Priority, Submit
 
@@ -95,12 +91,12 @@ async def test_priority_and_request_id_in_metadata_count_where_the_spec_is_silen
     assert (await call).request_id == "from-spec"
 
 
-async def test_a_callers_trace_goes_on_in_the_log_line(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure_logs("json", "info")  # another test of this process may have asked for less, or for loggers that stay as they were
-    monkeypatch.setattr(interceptor, "log", structlog.get_logger("pagecast.frontend"))
-    with capture_logs() as logged:
-        await answer(rig, generate(rig, ("traceparent", TRACEPARENT), ("tracestate", "v=1"), ("x-request-id", "r1")), 1)
-        await failure(generate(rig, model="other"))
+async def test_a_callers_trace_goes_on_in_the_log_line(rig: Rig, logged: list[dict[str, Any]]) -> None:
+    await answer(rig, generate(rig, ("traceparent", TRACEPARENT), ("tracestate", "v=1"), ("x-request-id", "r1")), 1)
+    await failure(generate(rig, model="other"))
+    async with asyncio.timeout(20):
+        while len([line for line in logged if line["event"] == "call"]) < 2:  # the caller hears of the end before it is logged
+            await asyncio.sleep(0.01)
     good, bad = [line for line in logged if line["event"] == "call"]
     assert (good["code"], good["trace_id"], good["request_id"]) == ("OK", TRACE, "r1") and good["span_id"] not in (PARENT, "")
     assert (bad["code"], bad["method"]) == ("NOT_FOUND", "/pagecast.v1.GenerationService/Generate")
@@ -295,9 +291,9 @@ async def test_calls_are_counted_by_method_status_and_reason(rig: Rig) -> None:
 
 
 async def test_no_request_takes_longer_than_the_server_allows(folder: Path) -> None:
-    rig = await start_rig(folder, max_request_s=5.0)
-    assert 0 < (await answer(rig, generate(rig), 1)).deadline_ms <= 5000
+    rig = await start_rig(folder, max_request_s=60.0)
+    assert 0 < (await answer(rig, generate(rig), 1)).deadline_ms <= 60_000
     spec = pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5]))
     call = rig.generation.Generate(pb.GenerateRequest(spec=spec), timeout=3600)
-    assert 0 < (await answer(rig, call, 2)).deadline_ms <= 5000
+    assert 0 < (await answer(rig, call, 2)).deadline_ms <= 60_000
     await stop_rig(rig)

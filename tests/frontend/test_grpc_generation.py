@@ -142,9 +142,9 @@ async def test_cancel_before_acceptance_gives_exactly_one_abort(rig: Rig, stream
 
 
 async def test_a_deadline_is_passed_on_and_ends_with_one_abort(rig: Rig) -> None:
-    call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec()), timeout=1.0)
+    call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec()), timeout=5.0)
     submit = await rig.scheduler.accept()
-    assert 0 < submit.deadline_ms <= 1100  # gRPC rounds the time left up on its way
+    assert 0 < submit.deadline_ms <= 5100  # gRPC rounds the time left up on its way
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rest_of(call)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -199,7 +199,8 @@ async def test_phase_changes_and_silence_give_progress(rig: Rig) -> None:
     submit = await rig.scheduler.accept()
     await call.read()
     await rig.scheduler.progress(Progress(submit.key, Phase.PREFILLING, 0, 64, 200, 16))
-    changed = (await call.read()).event.progress
+    while (changed := (await call.read()).event.progress).phase != pb.PHASE_PREFILLING:
+        pass  # silence before that, on a busy machine
     assert (changed.phase, changed.prefill_done, changed.prefill_total, changed.cached_prompt_tokens) == (pb.PHASE_PREFILLING, 64, 200, 16)
     quiet = (await call.read()).event.progress
     assert quiet.phase == pb.PHASE_PREFILLING and quiet.elapsed.ToMilliseconds() >= 900

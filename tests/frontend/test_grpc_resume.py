@@ -11,6 +11,7 @@ from frontend.test_grpc_lifecycle import collect, run_dir, spec, stream
 from google.protobuf.duration_pb2 import Duration
 
 from pagecast.v1 import generation_pb2 as pb
+from pagecast_scheduler.frontend import delivery
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer
 from pagecast_wire.control import Attach, CancelReport, CancelRequests, Leave
 from pagecast_wire.intake import Abort, Pause, Rejected, RejectReason, ServingState, StopAt, Submit
@@ -247,8 +248,9 @@ async def test_events_hold_at_most_so_many_tokens_and_text_keeps_to_them(rig: Ri
     assert told == [(0, 2, "ab"), (2, 2, "cd"), (4, 2, "ef"), (6, 1, "g")]
 
 
-async def test_output_gathers_for_the_flush_interval_but_the_end_does_not_wait(rig: Rig) -> None:
-    options = pb.DeliveryOptions(flush_interval=Duration(seconds=1))
+async def test_output_gathers_for_the_flush_interval_but_the_end_does_not_wait(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MAX_FLUSH_S", 60.0)
+    options = pb.DeliveryOptions(flush_interval=Duration(seconds=60))
     call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec(), delivery=options))
     submit = await rig.scheduler.accept()
     await call.read()

@@ -9,8 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
+from free_ports import free_port
 from frontend.conftest import Rig, start_rig, stop_rig
 from frontend.fake_scheduler import FakeScheduler, finished
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagecast import AsyncClient, SamplingParams, channel
 from pagecast.cluster import hold_port
@@ -89,6 +91,10 @@ async def test_a_stock_client_retries_overload_with_the_published_config(replica
 async def test_our_client_turns_to_the_healthy_replica(replicas: list[Rig]) -> None:
     service = [asyncio.create_task(serve_all(rig.scheduler)) for rig in replicas]
     await replicas[0].scheduler.set_state(ServingState.STALLED)
+    check, answer = health_pb2_grpc.HealthStub(replicas[0].channel).Check, None
+    async with asyncio.timeout(60):
+        while answer != health_pb2.HealthCheckResponse.NOT_SERVING:
+            answer = (await check(health_pb2.HealthCheckRequest())).status
     async with AsyncClient([rig.frontend.address for rig in replicas]) as client:
         for _ in range(6):
             assert len((await client.generate([5], SamplingParams(max_tokens=1))).token_ids) == 1
@@ -111,6 +117,7 @@ async def test_reflection_is_off_where_it_is_not_wanted() -> None:
 
 
 def test_an_address_that_processes_share_belongs_to_one_cluster() -> None:
-    with hold_port("127.0.0.1", 50999), pytest.raises(StartError, match="another cluster has it"):
-        hold_port("127.0.0.1", 50999)
-    hold_port("127.0.0.1", 50999).close()
+    port = free_port()
+    with hold_port("127.0.0.1", port), pytest.raises(StartError, match="another cluster has it"):
+        hold_port("127.0.0.1", port)
+    hold_port("127.0.0.1", port).close()

@@ -73,12 +73,12 @@ async def test_a_peer_whose_kernel_still_answers_is_noticed_by_pings(folder: Pat
     published = listeners.transport_options
 
     def shorter(config: FrontendConfig, cap: int) -> list[tuple[str, int]]:
-        faster = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
+        faster = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 4000, "grpc.http2.ping_timeout_ms": 4000}
         return list((dict(published(config, cap)) | faster).items())
 
     monkeypatch.setattr(listeners, "transport_options", shorter)
     rig = await start_rig(folder)
-    await frozen(rig, 20)
+    await frozen(rig, 60)
     await stop_rig(rig)
 
 
