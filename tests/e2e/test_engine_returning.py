@@ -65,12 +65,12 @@ def test_every_reader_gets_the_longest_history_and_no_token_is_drawn_twice(tmp_p
     with rig_workers(tmp_path, 1) as (worker,):
         with engine_thread(tmp_path):
             behind, ahead = Returning(tmp_path).wait_serving(), Returning(tmp_path).wait_serving()
+            worker.hold_after = 60
             key = behind.begin("r", 400)
             behind.pump(lambda: key in behind.accepted)
             joined = ahead.attach("r")
             ahead.wait_attached(joined)
             behind.pump(lambda: len(behind.tokens.get((key, 0), [])) >= 30, "tokens")
-            worker.hold_results.set()
         back = msgspec.structs.replace(behind.submits[key], identity=msgspec.structs.replace(behind.submits[key].identity, join=True))
         behind.forget(key, expected(400)[:10])
         ahead.forget(joined, expected(400)[:30])
@@ -79,7 +79,7 @@ def test_every_reader_gets_the_longest_history_and_no_token_is_drawn_twice(tmp_p
         ahead.brings = [
             EarlierLogprobs(joined, records), msgspec.structs.replace(back, key=joined, history=(pack_u32(ahead.tokens[joined, 0]),))
         ]  # fmt: skip
-        worker.hold_results.clear()
+        worker.hold_after = None
         with engine_thread(tmp_path):
             ahead.pump(lambda: ahead.num_resubmits == 1, "what the second brings")
             behind.pump(lambda: key in behind.attached, "told of what it lacks")
@@ -99,11 +99,11 @@ def test_a_request_that_is_only_kept_goes_on_and_what_ended_can_still_be_read(tm
     with rig_workers(tmp_path, 1) as (worker,):
         with engine_thread(tmp_path):
             keeper, other = Returning(tmp_path).wait_serving(), Returning(tmp_path).wait_serving()
+            worker.hold_after = 40
             key = keeper.begin("r", 300)
             keeper.pump(lambda: key in keeper.accepted)
             keeper.send(Leave((key,), 60_000, keeps=True))
             keeper.pump(lambda: len(keeper.tokens.get((key, 0), [])) >= 10, "it is told on although nobody reads")
-            worker.hold_results.set()
         have = keeper.tokens[key, 0]
         keeper.forget(key, have)
         identity = msgspec.structs.replace(keeper.submits[key].identity, join=True)
@@ -114,7 +114,7 @@ def test_a_request_that_is_only_kept_goes_on_and_what_ended_can_still_be_read(tm
             msgspec.structs.replace(keeper.submits[key], history=(pack_u32(have),), identity=identity), Leave((key,), 60_000, keeps=True),
         ]  # fmt: skip
         other.brings = []
-        worker.hold_results.clear()
+        worker.hold_after = None
         with engine_thread(tmp_path):
             keeper.pump(lambda: keeper.num_resubmits == 1)
             other.pump(lambda: other.num_resubmits == 1)

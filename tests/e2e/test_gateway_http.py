@@ -44,7 +44,7 @@ def test_the_page_and_its_files_are_served(served: Served) -> None:
         for name in ("chat.js", "chat.css"):
             assert f"/page/{name}" in page.text and http.get(f"/page/{name}").status_code == 200
         assert http.get("/page/../app.py").status_code == 404
-        assert http.get("/health").json() == {"status": "SERVING"}
+        until(lambda: http.get("/health").json() == {"status": "SERVING"}, "the gateway's front ends do not answer in its time")
 
 
 def test_a_client_that_leaves_frees_its_request(served: Served) -> None:
@@ -81,8 +81,9 @@ def test_a_body_above_the_limit_is_refused(served: Served) -> None:
     big = json.dumps({"prompt": "x" * (8 << 20)}).encode()
     parts = [big[i : i + 65536] for i in range(0, len(big), 65536)]
     for make in (lambda: big, lambda: iter(parts)):
+        end = time.monotonic() + LIMIT_S
         while (code := answer_to(served, make())) is None:
-            assert httpx.get(served.http + "/health", timeout=LIMIT_S).status_code == 200
+            assert time.monotonic() < end, "its answer never arrives"
         assert code == 413
 
 

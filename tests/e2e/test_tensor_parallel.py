@@ -99,7 +99,7 @@ def supervised(folder: Path, ranks: int) -> Iterator[tuple[Client, Events]]:
 
 def test_a_killed_rank_costs_no_token(checkpoint: Path) -> None:
     """Rank 0, at which the others met and which alone answers."""
-    sampling = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=225, ignore_eos=True)
     with supervised(checkpoint, 2) as (client, events):
         whole = client.generate(TEXTS[1], sampling).token_ids
         event = events.wait(started("worker-0"))

@@ -283,7 +283,8 @@ def test_a_constraint_that_outgrows_the_limits(monkeypatch):
         (Constraint(ConstraintKind.GRAMMAR, "start: missing"), ConstraintFault.INVALID),
     ],
 )
-def test_prepare_answers_once_with_what_is_wrong(book, constraint, fault):
+def test_prepare_answers_once_with_what_is_wrong(book, constraint, fault, monkeypatch):
+    monkeypatch.setattr("pagecast_worker.constraints.COMPILE_SECONDS", 60.0)
     answered, answers = threading.Event(), []
     book.prepare(constraint, lambda digest, found: (answers.append(found), answered.set()))
     assert answered.wait(60)
