@@ -259,6 +259,43 @@ def expert_variants() -> Iterator[Variant]:
             yield f"mixture {name} {tokens}", lambda args=args, bias=bias: experts.mixture(*args, bias=bias if args[4].sigmoid else None)
 
 
+def quantized_expert_variants() -> Iterator[Variant]:
+    """The same with weights of 4 and 8 bits: groups, blocks, whole rows, act-order, activations of 8 bits."""
+    from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts, tile_columns
+
+    def weight(kind: Any, count: int, rows: int, columns: int, group: int, zeros: bool, paired: bool, ordered: bool) -> PackedExperts:
+        deep = -(-columns // 128) * 128
+        high = -(-rows // 64) * 64
+        words = torch.empty((count, high // 64, deep // tile_columns(kind), 1024), dtype=torch.int32, device="meta")
+        scales = torch.empty((count, deep // group if group else 1, high), device="meta")
+        order = torch.empty((count, columns), dtype=torch.int32, device="meta") if ordered else None
+        return PackedExperts(kind, rows, columns, group, words, scales, scales if zeros else None, paired, order)
+
+    kinds: list[tuple[Any, int, bool, bool]] = [
+        ("int4", 128, False, False), ("int4", 32, True, True), ("fp8", 128, False, False), ("int4", 0, True, False),
+        ("int8", 128, True, False), ("fp8", 0, False, False),
+    ]  # fmt: skip
+    cases: list[tuple[str, int, int, int, int, torch.dtype]] = [
+        ("qwen3", 128, 2048, 768, 256, torch.bfloat16), ("qwen3", 128, 2048, 768, 1, torch.bfloat16),
+        ("qwen3", 128, 2048, 768, 4096, torch.bfloat16), ("qwen3", 128, 2048, 768, 256, torch.float16),
+        ("odd", 6, 200, 68, 20, torch.bfloat16),
+    ]  # fmt: skip
+    for number, (name, count, hidden, inner, tokens, dtype) in enumerate(cases):
+        x, logits = (torch.empty((tokens, size), dtype=dtype, device="meta") for size in (hidden, count))
+        for kind, group, zeros, ordered in kinds if number == 0 else kinds[:3]:
+            first = weight(kind, count, 2 * inner, hidden, group, zeros, inner % 8 == 0, ordered)
+            second = weight(kind, count, hidden, inner, group, zeros, False, ordered)
+            label = f"mixture {name} {tokens} {kind} g{group}{' zeros' * zeros}{' ordered' * ordered} {str(dtype)[6:]}"
+            yield label, lambda args=(x, logits, first, second, Routing(2)): experts.mixture(*args)
+        for kind in (torch.float8_e4m3fn, torch.int8)[: 2 - bool(number)]:
+            first, second = (
+                ScaledExperts(torch.empty((count, *shape), dtype=kind, device="meta"), torch.empty((count, shape[0]), device="meta"))
+                for shape in ((2 * inner, hidden), (hidden, inner))
+            )
+            label = f"mixture {name} {tokens} scaled {str(kind)[6:]} {str(dtype)[6:]}"
+            yield label, lambda args=(x, logits, first, second, Routing(2)): experts.mixture(*args)
+
+
 def _rules(logits: torch.Tensor) -> None:
     vocab, row = logits.shape[1], _ints(2)
     counts, words, recent = _ints(4, vocab), _ints(4, 128, 16), _ints(4, 15)
@@ -313,6 +350,7 @@ def main() -> int:
     hopper = hopper_variants() if args.arch == 90 else ()
     attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants(), *wide_variants()]
     every = [*attention, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
+    every += quantized_expert_variants()
     for name, launch in every:
         if args.only not in name:
             continue

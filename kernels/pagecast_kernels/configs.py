@@ -132,6 +132,27 @@ def experts(pairs: int, count: int) -> tuple[Experts, Experts]:
     return Experts(128, 64, 64, 8, 4), Experts(128, 128, 64, 8, 4)
 
 
+def packed_experts(pairs: int, count: int, row_tiles: int) -> Experts:
+    """Launch of a grouped product with packed weights of so many tiles of 64 rows, like packed_config's of as many rows of x: columns
+    are rows of the weight, depth is that of a tile of words. Not measured yet."""
+    each = pairs / count
+    if each <= 16:
+        return Experts(16, 64, 128, 4, 5)
+    if each <= 48:
+        return Experts(32, 64, 128, 4, 3)
+    return Experts(64, 128 if row_tiles % 2 == 0 else 64, 128, 4, 3)
+
+
+def scaled_experts(pairs: int, count: int) -> Experts:
+    """The same with weights and activations of 8 bits. Not measured yet."""
+    each = pairs / count
+    if each <= 16:
+        return Experts(16, 64, 128, 4, 4)
+    if each <= 48:
+        return Experts(32, 64, 128, 4, 4)
+    return Experts(64, 64, 128, 4, 4)
+
+
 def latent_groups(heads: int, most: int) -> int:
     """Into how many equal groups of at most `most` the heads of latent attention are put, each a tile of its own."""
     return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= most)

@@ -1,5 +1,7 @@
 """A mixture of experts: routing, two grouped products and the weighted sum, four launches that read nothing back to the CPU.
 
+Products with quantized weights are in quantized_experts; everything else is the same for them.
+
 Routing appends every (token, place) pair to the list of the expert chosen for it; lists have room for all tokens, so nothing is
 sorted. A product's program takes one tile of a list times one block of an expert's columns, and finds its tile from the lists'
 lengths, on the device: one captured graph serves any routing. Within a list the order is that of arrival, which no result depends
@@ -11,9 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs
+from pagecast_kernels import configs, quantized_experts
+from pagecast_kernels.expert_lists import tile_ends, tile_pairs
+from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts
 from pagecast_kernels.routing import Routing
 
+Weight = Tensor | PackedExperts | ScaledExperts
 _COLUMNS = 1024
 
 
@@ -81,15 +86,10 @@ def _expert_product(
     """GATED: out[pair] = activation(gate) · up of x[token]; else: out[pair] = x[pair] @ weightᵀ times the pair's scale."""
     blocks = tl.cdiv(N, COLUMNS)
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    index = tl.arange(0, EXPERT_LANES)
-    lengths = tl.load(counts_ptr + index, index < EXPERTS, 0)
-    ends = tl.cumsum((lengths + ROWS - 1) // ROWS, 0)
+    ends = tile_ends(counts_ptr, EXPERTS, EXPERT_LANES, ROWS)
     if tile >= tl.max(ends, 0):
         return
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
-    place = (tile - tl.max(tl.where(ends <= tile, ends, 0), 0)) * ROWS + tl.arange(0, ROWS)
-    held = place < tl.load(counts_ptr + expert)
-    pair = tl.load(lists_ptr + expert.to(tl.int64) * tokens + place, held, 0)
+    expert, pair, held = tile_pairs(tile, ends, counts_ptr, lists_ptr, tokens, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     if GATED:
@@ -169,24 +169,30 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, counts: Tensor)
 
 
 def _product(
-    x: Tensor, weight: Tensor, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, columns: int, gated: bool, gelu: bool,
-    config: configs.Experts,
+    x: Tensor, weight: Weight, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, first: bool, gelu: bool,
+    config: configs.Experts | None,
 ) -> Tensor:  # fmt: skip
+    """The products of all pairs by whichever kernel takes the weight; first: activated and gated."""
+    if isinstance(weight, PackedExperts):
+        return quantized_experts.packed_product(x, weight, scales, counts, lists, chosen, first, gelu, config)
+    if isinstance(weight, ScaledExperts):
+        return quantized_experts.scaled_product(x, weight, scales, counts, lists, chosen, first, gelu, config)
     experts, tokens = lists.shape
-    depth = weight.shape[2]
+    columns, depth = weight.shape[1] // 2 if first else weight.shape[1], weight.shape[2]
     pairs = tokens * chosen
+    config = configs.experts(pairs, experts)[0 if first else 1] if config is None else config
     tiles = min(pairs // config.rows + min(pairs, experts), pairs)
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
     even = depth % config.depth == 0 and columns % config.columns == 0
     _expert_product[(tiles * triton.cdiv(columns, config.columns),)](
-        x, weight, scales, counts, lists, out, tokens, columns, depth, experts, triton.next_power_of_2(experts), chosen, gated, gelu,
+        x, weight, scales, counts, lists, out, tokens, columns, depth, experts, triton.next_power_of_2(experts), chosen, first, gelu,
         config.rows, config.columns, config.depth, config.stages, even, num_warps=config.warps,
     )  # fmt: skip
     return out
 
 
 def mixture(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *, bias: Tensor | None = None, gelu: bool = False,
+    x: Tensor, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, *, bias: Tensor | None = None, gelu: bool = False,
     into: Tensor | None = None, workspace: Tensor | None = None, config: tuple[configs.Experts, configs.Experts] | None = None,
 ) -> Tensor:  # fmt: skip
     """See plain_experts.mixture. All contiguous but logits' rows. config overrides the launch table of both products."""
@@ -196,9 +202,9 @@ def mixture(
         return out
     counts = experts_workspace(experts, x.device) if workspace is None else workspace
     weights, _, lists = route(logits, bias, routing, counts)
-    first, second = configs.experts(tokens * routing.chosen, experts) if config is None else config
-    inner = _product(x, gate_up, weights, counts, lists, routing.chosen, down.shape[2], True, gelu, first)
-    parts = _product(inner, down, weights, counts, lists, routing.chosen, hidden, False, False, second)
+    first, second = (None, None) if config is None else config
+    inner = _product(x, gate_up, weights, counts, lists, routing.chosen, True, gelu, first)
+    parts = _product(inner, down, weights, counts, lists, routing.chosen, False, False, second)
     _add_parts[(tokens, triton.cdiv(hidden, _COLUMNS))](
         parts, out, counts, hidden, experts, triton.next_power_of_2(experts), routing.chosen, into is not None, _COLUMNS, num_warps=4
     )

@@ -1,10 +1,16 @@
 """Plain torch twins of the operators of a mixture of experts (see experts)."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts, dequantized
 from pagecast_kernels.routing import Routing
+
+Weight = Tensor | PackedExperts | ScaledExperts
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -27,21 +33,33 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     return weights * routing.scale, ids
 
 
+def expert_product(x: Tensor, weight: Weight, expert: int) -> Tensor:
+    """x[T, K] · weight[expert, N, K]ᵀ in x's type. For weights of 8 bits that meet such activations x is rounded row by row."""
+    if isinstance(weight, PackedExperts):
+        own = x if weight.order is None else x[:, weight.order[expert].long()]
+        return F.linear(own, dequantized(weight.expert(expert), x.dtype))
+    if isinstance(weight, ScaledExperts):
+        from pagecast_kernels.reference_quantized import quantize_rows, scaled_product
+
+        return scaled_product(*quantize_rows(x, weight.values.dtype), weight.values[expert], weight.scales[expert], dtype=x.dtype)
+    return F.linear(x, weight[expert])
+
+
 def mixture(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *, bias: Tensor | None = None, gelu: bool = False,
-    into: Tensor | None = None, workspace: object = None,
+    x: Tensor, logits: Tensor, gate_up: Any, down: Any, routing: Routing, *, bias: Tensor | None = None, gelu: bool = False,
+    into: Tensor | None = None, workspace: object = None, product: Callable[[Tensor, Any, int], Tensor] = expert_product,
 ) -> Tensor:  # fmt: skip
     """The chosen experts' outputs for x[T, H], weighted and summed. Returns [T, H].
 
-    logits[T, E]: the router's; gate_up[E, 2I, H] and down[E, H, I]: each expert's feed-forward (see linear_silu_mul). into: the sum
-    is added to it in place.
+    logits[T, E]: the router's; gate_up[E, 2I, H] and down[E, H, I]: each expert's feed-forward (see linear_silu_mul), plain or
+    quantized. into: the sum is added to it in place. product: of some rows with one expert's weight.
     """
     weights, ids = route(logits, bias, routing)
     total = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for expert in ids.unique().tolist():
         token, place = torch.nonzero(ids == expert, as_tuple=True)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, -1)
+        gate, up = product(x[token], gate_up, expert).chunk(2, -1)
         gated = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
-        part = F.linear(gated, down[expert]).to(total.dtype) * weights[token, place].unsqueeze(1)
+        part = product(gated, down, expert).to(total.dtype) * weights[token, place].unsqueeze(1)
         total.index_add_(0, token, part)
     return total.to(x.dtype) if into is None else into.add_(total.to(into.dtype))

@@ -149,6 +149,34 @@ def _beside(a, b):
 
 
 @triton.jit
+def in_rows(p, TILES: tl.constexpr):
+    """Words of tiles [TILES, 1024] as they lie in memory, as [64 · TILES, 16]."""
+    return p.reshape(TILES, 2, 4, 8, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6).reshape(64 * TILES, 16)
+
+
+@triton.jit
+def columns_of(p, zero, part: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
+    """[R, PART] in 16 bits: the part-th PART columns of a tile of words [R, 16], less their zeros."""
+    if BITS == 4:
+        w0, w1, w2, w3, w4, w5, w6, w7 = _nibble_columns(p, zero, BF16, ASM)
+        if PART == 128:
+            w = _beside(_beside(_beside(w0, w1), _beside(w2, w3)), _beside(_beside(w4, w5), _beside(w6, w7)))
+        elif PART == 64:
+            w = _beside(_beside(w0, w1), _beside(w2, w3)) if part == 0 else _beside(_beside(w4, w5), _beside(w6, w7))
+        elif part < 2:
+            w = _beside(w0, w1) if part == 0 else _beside(w2, w3)
+        else:
+            w = _beside(w4, w5) if part == 2 else _beside(w6, w7)
+    else:
+        w0, w1, w2, w3 = _byte_columns(p, zero, FP8, BF16, ASM)
+        if PART == 64:
+            w = _beside(_beside(w0, w1), _beside(w2, w3))
+        else:
+            w = _beside(w0, w1) if part == 0 else _beside(w2, w3)
+    return w
+
+
+@triton.jit
 def _x_tile(x_ptr, m, M, column, K, x_stride, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     """x [rows, WIDTH] from `column` on; zeros outside."""
     k = column + tl.arange(0, WIDTH)
@@ -224,30 +252,14 @@ def _packed_product(
     acc = tl.zeros([R, ROWS], tl.float32)
     zero = tl.full([R, 16], default, tl.float32).to(dtype if BITS == 4 else tl.float16)
     for at in tl.range(begin, end, num_stages=STAGES):
-        p = tl.load(first + at * 1024)
-        p = p.reshape(TILES, 2, 4, 8, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6).reshape(R, 16)
+        p = in_rows(tl.load(first + at * 1024), TILES)
         for part in tl.static_range(WIDTH // PART):
             column = at * WIDTH + part * PART
             x = _x_tile(x_ptr, m, M, column, K, x_stride, PART, EVEN).trans()
             if ZEROS:
                 z = tl.load(zeros_ptr + column // GROUP * scale_stride + row) if GROUP else tl.load(zeros_ptr + row)
                 zero = tl.broadcast_to((z + offset).to(zero.dtype)[:, None], (R, 16))
-            if BITS == 4:
-                w0, w1, w2, w3, w4, w5, w6, w7 = _nibble_columns(p, zero, BF16, ASM)
-                if PART == 128:
-                    w = _beside(_beside(_beside(w0, w1), _beside(w2, w3)), _beside(_beside(w4, w5), _beside(w6, w7)))
-                elif PART == 64:
-                    w = _beside(_beside(w0, w1), _beside(w2, w3)) if part == 0 else _beside(_beside(w4, w5), _beside(w6, w7))
-                elif part < 2:
-                    w = _beside(w0, w1) if part == 0 else _beside(w2, w3)
-                else:
-                    w = _beside(w4, w5) if part == 2 else _beside(w6, w7)
-            else:
-                w0, w1, w2, w3 = _byte_columns(p, zero, FP8, BF16, ASM)
-                if PART == 64:
-                    w = _beside(_beside(w0, w1), _beside(w2, w3))
-                else:
-                    w = _beside(w0, w1) if part == 0 else _beside(w2, w3)
+            w = columns_of(p, zero, part, PART, BITS, FP8, BF16, ASM)
             if GROUP:
                 scale = tl.load(scales_ptr + column // GROUP * scale_stride + row)
                 acc += tl.dot(w, x) * scale[:, None]

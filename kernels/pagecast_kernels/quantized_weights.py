@@ -50,6 +50,45 @@ class PackedWeight:
         return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedExperts:
+    """The same of E experts, each a PackedWeight of this shape: words [E, ..], scales and zeros [E, G, N].
+
+    order int32[E, K]: which column of x each column of an expert's weight belongs to; None: its own.
+    """
+
+    kind: Kind
+    rows: int
+    columns: int
+    group: int
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    paired: bool = False
+    order: Tensor | None = None
+
+    def expert(self, index: int) -> PackedWeight:
+        """One expert's weight."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return PackedWeight(self.kind, self.rows, self.columns, self.group, self.words[index], self.scales[index], zeros, self.paired)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledExperts:
+    """Weights of E experts that meet activations of their own type: values float8_e4m3fn or int8 [E, N, K], scales float32[E, N]."""
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def columns(self) -> int:
+        return self.values.shape[2]
+
+
 def usable_group(group: int, columns: int) -> bool:
     """Whether columns may share scales this way."""
     return group in (0, *GROUPS) or group == columns or (group % 128 == 0 and group > 0)
@@ -88,6 +127,18 @@ def pack(kind: Kind, values: Tensor, scales: Tensor, zeros: Tensor | None, group
         kind, rows, columns, group, words, _padded(scales.float(), padded_rows, groups).t().contiguous(),
         None if zeros is None else _padded(zeros.float(), padded_rows, groups).t().contiguous(), paired,
     )  # fmt: skip
+
+
+def stacked(weights: list[PackedWeight], orders: list[Tensor | None]) -> PackedExperts:
+    """Experts of one kind, shape and group. orders int64[K], as PackedExperts' for each."""
+    first, zeros, order = weights[0], None, None
+    if any(weight.zeros is not None for weight in weights):
+        zeros = torch.stack([torch.full_like(w.scales, BIAS[w.kind]) if w.zeros is None else w.zeros for w in weights])
+    if any(own is not None for own in orders):
+        plain = torch.arange(first.columns, device=first.words.device)
+        order = torch.stack([plain if own is None else own for own in orders]).int()
+    words, scales = (torch.stack([getattr(weight, name) for weight in weights]) for name in ("words", "scales"))
+    return PackedExperts(first.kind, first.rows, first.columns, first.group, words, scales, zeros, first.paired, order)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:

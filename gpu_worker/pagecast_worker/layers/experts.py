@@ -7,7 +7,15 @@ from torch import Tensor
 
 from pagecast_kernels.routing import Routing
 from pagecast_worker.layers.feed_forward import FeedForward
+from pagecast_worker.layers.quantized import ExpertsWeight
 from pagecast_worker.models.config import Activation
+
+
+@dataclass(slots=True)
+class Grouped:
+    """One of the products of all experts: weight[E, N, K]."""
+
+    weight: ExpertsWeight
 
 
 @dataclass(slots=True)
@@ -17,8 +25,8 @@ class Experts:
     """
 
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Grouped
+    down: Grouped
     routing: Routing
     activation: Activation = "silu"
     bias: Tensor | None = None
@@ -31,6 +39,6 @@ class Experts:
     def add(self, ops: Any, x: Tensor, into: Tensor | None) -> Tensor:
         """The chosen experts' summand, added to `into` [T, H] where there is one."""
         return ops.mixture(  # type: ignore[no-any-return]
-            x, ops.linear(x, self.router), self.gate_up, self.down, self.routing, bias=self.bias, gelu=self.activation == "gelu_tanh",
-            into=into,
+            x, ops.linear(x, self.router), self.gate_up.weight, self.down.weight, self.routing, bias=self.bias,
+            gelu=self.activation == "gelu_tanh", into=into,
         )

@@ -48,10 +48,10 @@ class LatentAttention:
         rope = ops.latent_rope_and_write(
             rope, kv, self.latent_norm, EPS, self.cos_sin, step.positions, step.slot_mapping, k_cache, v_cache
         )
-        latent = x.new_empty((tokens, self.num_heads, shape.rank))
+        latent = plain.new_empty((tokens, self.num_heads, shape.rank))
         torch.bmm(plain.transpose(0, 1), self.up[:, : shape.nope_dim], out=latent.transpose(0, 1))
         attended = self._attend(ops, latent, rope, step, k_cache, v_cache)
-        values = x.new_empty((tokens, self.num_heads, shape.value_dim))
+        values = plain.new_empty((tokens, self.num_heads, shape.value_dim))
         torch.bmm(attended.transpose(0, 1), self.up[:, shape.nope_dim :].transpose(1, 2), out=values.transpose(0, 1))
         return self.output.forward(ops, values.view(tokens, -1))
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagecast_kernels.quantized_weights import PackedWeight
+from pagecast_kernels.quantized_weights import PackedExperts, PackedWeight, ScaledExperts
+from pagecast_kernels.routing import Routing
 
 DENSE_FROM = 257
 """Rows from which on a packed weight is de-quantized for one product by the library: the launch table's last row is before it."""
@@ -42,7 +43,9 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a CPU keeps of a `Scaled`: its values times its scales, [N, K] in the model's type. x is rounded to `dtype` and back."""
+    """What a CPU keeps of a `Scaled`: its values times its scales, [N, K] in the model's type. x is rounded to `dtype` and back.
+
+    Also of experts: [E, N, K]."""
 
     weight: Tensor
     dtype: torch.dtype
@@ -65,6 +68,8 @@ class Rows:
 
 
 Weight = Tensor | Packed | Scaled | Rounded
+ExpertsWeight = Tensor | PackedExperts | ScaledExperts | Rounded
+"""Of all experts. On a GPU `ops.mixture` takes those that it may meet as they are."""
 
 
 def takes(weight: Weight) -> torch.dtype | None:
@@ -87,7 +92,7 @@ class CpuQuantized:
     def __init__(self, plain: Any) -> None:
         self._plain = plain
 
-    def _ready(self, x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
+    def _ready(self, x: Tensor, weight: Weight | ExpertsWeight) -> tuple[Tensor, Tensor]:
         from pagecast_kernels.reference_quantized import quantize_rows
 
         if isinstance(weight, Rounded):
@@ -108,6 +113,15 @@ class CpuQuantized:
     def linear_gelu_mul(self, x: Tensor, weight: Weight) -> Tensor:
         """See reference.linear_gelu_mul."""
         return self._plain.linear_gelu_mul(*self._ready(x, weight))  # type: ignore[no-any-return]
+
+    def mixture(self, x: Tensor, logits: Tensor, gate_up: ExpertsWeight, down: ExpertsWeight, routing: Routing, **options: Any) -> Tensor:
+        """See reference.mixture."""
+
+        def product(rows: Tensor, weight: ExpertsWeight, expert: int) -> Tensor:
+            rows, plain = self._ready(rows, weight)
+            return F.linear(rows, plain[expert])
+
+        return self._plain.mixture(x, logits, gate_up, down, routing, product=product, **options)  # type: ignore[no-any-return]
 
 
 class GpuQuantized:

@@ -106,10 +106,10 @@ def load_model(
             part = quantizer.stored(checkpoint, names, source) if quantizer is not None else None
             part = _part(checkpoint, source) if part is None else part
         if product is not None and quantizer is not None and part is not None:
-            quantizer.add(product, part, source.name.removesuffix(".weight"))
+            quantizer.add(product, part, source)
         elif part is not None:
             plain = part.dense(dtype) if isinstance(part, Stored) else part
-            source.parameter.narrow(0, source.row, plain.shape[0]).copy_(plain)
+            source.place().copy_(plain)
         done += source.held() * dtype.itemsize
         report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
     if config.kv_cache_dtype == "fp8":

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pagecast_kernels import quantized_weights
-from pagecast_kernels.quantized_weights import BIAS, Kind, PackedWeight, tile_columns
+from pagecast_kernels.quantized_weights import BIAS, Kind, PackedExperts, PackedWeight, ScaledExperts, tile_columns
 from pagecast_worker.executor import LoadError
+from pagecast_worker.layers.experts import Experts, Grouped
 from pagecast_worker.layers.feed_forward import FeedForward
-from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
-from pagecast_worker.layers.quantized import Packed, Rounded, Scaled, Weight
+from pagecast_worker.layers.quantized import ExpertsWeight, Packed, Rounded, Scaled, Weight
 from pagecast_worker.loading import stored
 from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.loading.stored import Stored
@@ -25,26 +25,31 @@ from pagecast_worker.models.weights import Source
 METHODS = ("int4", "fp8")
 """What `--quantization` may name: weights rounded as they are loaded."""
 ONLINE_GROUP = 128
+_EIGHT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
     """A layer's product. gated: its rows are gates and ups whose SiLU·mul is all that is made of them."""
 
-    layer: ColumnParallel | RowParallel
+    layer: ColumnParallel | RowParallel | Grouped
     gated: bool
 
 
 def products_of(block: Any) -> Iterator[Product]:
-    """Every product within a model's layer whose weight may be quantized. Those of latent attention are taken apart where they are used."""
-    if isinstance(block, LatentAttention):
-        return
+    """Every product within a model's layer whose weight may be quantized. What latent attention brings into and out of its latent
+    space with is not a product's weight but taken apart head by head, and a router decides too much to be rounded."""
     if isinstance(block, ColumnParallel | RowParallel):
         yield Product(block, False)
     elif isinstance(block, FeedForward):
         rows = block.gate_up.weight.shape[0]
         yield Product(block.gate_up, block.activation == "silu" and block.gate_up.bias is None and rows % 16 == 0)
         yield Product(block.down, False)
+    elif isinstance(block, Experts):
+        yield Product(block.gate_up, block.activation == "silu" and block.gate_up.weight.shape[1] % 16 == 0)
+        yield Product(block.down, False)
+        if block.shared is not None:
+            yield from products_of(block.shared)
     elif dataclasses.is_dataclass(block):
         for field in dataclasses.fields(block):
             yield from products_of(getattr(block, field.name))
@@ -62,7 +67,8 @@ class Quantizer:
         if device.type == "cuda" and dtype == torch.float32:
             raise LoadError("dtype must be bfloat16 or float16 for quantized weights on a GPU, got float32")
         self.method, self.scheme, self.device, self.dtype = method, scheme, device, dtype
-        self._parts: dict[int, list[Stored | Tensor]] = {}
+        self._parts: dict[tuple[int, int | None], list[Stored | Tensor]] = {}
+        self._experts: dict[int, list[Stored | Tensor]] = {}
 
     def stored(self, checkpoint: Any, names: set[str], source: Source) -> Stored | None:
         """This rank's part of a source as the checkpoint stores it quantized; None where it has a plain one."""
@@ -78,58 +84,92 @@ class Quantizer:
             value = value.of_rows(lambda rows: change(rows.cpu()).to(self.device))
         return value if source.part is None else value.part(source.part)
 
-    def add(self, product: Product, part: Stored | Tensor, name: str) -> None:
-        """The next rows of a product's weight. With the last of them the weight is made."""
-        key = id(product.layer)
+    def add(self, product: Product, part: Stored | Tensor, source: Source) -> None:
+        """The next rows of a product's weight, or of one expert's. With the last of them the weight is made."""
+        shape = product.layer.weight.shape
+        key = (id(product.layer), source.expert)
         parts = self._parts.setdefault(key, [])
         parts.append(part)
-        if sum((p.values if isinstance(p, Stored) else p).shape[0] for p in parts) < product.layer.weight.shape[0]:
+        if sum((p.values if isinstance(p, Stored) else p).shape[0] for p in parts) < shape[-2]:
             return
-        del self._parts[key]
-        product.layer.weight = self._weight(parts, product.gated, name)
+        whole = self._whole(self._parts.pop(key), source.name.removesuffix(".weight"))
+        if not isinstance(product.layer, Grouped):
+            product.layer.weight = whole if isinstance(whole, Tensor) else self._made(whole, product.gated)
+            return
+        experts = self._experts.setdefault(id(product.layer), [])
+        experts.append(whole)
+        if len(experts) == shape[0]:
+            product.layer.weight = self._of_experts(self._experts.pop(id(product.layer)), product.gated)
 
-    def _weight(self, parts: list[Stored | Tensor], gated: bool, name: str) -> Weight:
+    def _whole(self, parts: list[Stored | Tensor], name: str) -> Stored | Tensor:
+        """All rows, rounded now if they have to be; plain where the parts are not alike."""
         whole: Stored | None = None
         if all(isinstance(part, Stored) for part in parts):
             whole = stored.joined([part for part in parts if isinstance(part, Stored)])
         elif self.method is not None and all(isinstance(part, Tensor) for part in parts):
             dense = torch.cat([part.to(self.device) for part in parts if isinstance(part, Tensor)])
             whole = stored.rounded(dense, self.method, ONLINE_GROUP, name)
-        if whole is None:
-            return torch.cat([p.dense(self.dtype) if isinstance(p, Stored) else p.to(self.device, self.dtype) for p in parts])
-        return self._made(whole, gated)
+        return torch.cat([self._dense(part) for part in parts]) if whole is None else whole
+
+    def _dense(self, part: Stored | Tensor) -> Tensor:
+        return part.dense(self.dtype) if isinstance(part, Stored) else part.to(self.device, self.dtype)
+
+    def _activations(self) -> str:
+        """The 8-bit type that x is rounded to before it meets a weight, or nothing."""
+        return self.scheme.activations if self.scheme is not None else ("fp8" if self.method == "fp8" else "")
 
     def _made(self, whole: Stored, gated: bool) -> Weight:
-        activations = self.scheme.activations if self.scheme is not None else ("fp8" if self.method == "fp8" else "")
+        activations = self._activations()
         if self.device.type != "cuda":
-            eight = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-            dense = whole.dense(self.dtype)
-            return Rounded(dense, eight[activations]) if activations else dense
+            return Rounded(whole.dense(self.dtype), _EIGHT[activations]) if activations else whole.dense(self.dtype)
         if activations:
-            values = whole.values.contiguous()
-            signed = values.view(torch.float8_e4m3fn) if whole.kind == "fp8" else (values.to(torch.int16) - 128).to(torch.int8)
-            return Scaled(signed, whole.scales[:, 0].contiguous())
+            return Scaled(*_eight_bits(whole))
         if not quantized_weights.usable_group(whole.group, whole.values.shape[1]):
             return whole.dense(self.dtype)
-        zeros = whole.zeros
-        if zeros is not None and bool((zeros == BIAS[whole.kind]).all()):
-            zeros = None
-        packed = quantized_weights.pack(whole.kind, whole.values, whole.scales, zeros, whole.group, gated)
-        return Packed(packed, whole.order)
+        return Packed(_packed(whole, gated), whole.order)
+
+    def _of_experts(self, experts: list[Stored | Tensor], gated: bool) -> ExpertsWeight:
+        """The same for all experts' weights: of one form, or all plain."""
+        activations, every = self._activations(), [expert for expert in experts if isinstance(expert, Stored)]
+        alike = len(every) == len(experts) and len({(one.kind, one.group) for one in every}) == 1
+        usable = alike and (activations or quantized_weights.usable_group(every[0].group, every[0].values.shape[1]))
+        if self.device.type != "cuda" or not usable:
+            dense = torch.stack([self._dense(expert) for expert in experts])
+            return Rounded(dense, _EIGHT[activations]) if activations and alike else dense
+        if activations:
+            values, scales = zip(*(_eight_bits(expert) for expert in every), strict=True)
+            return ScaledExperts(torch.stack(values), torch.stack(scales))
+        return quantized_weights.stacked([_packed(expert, gated) for expert in every], [expert.order for expert in every])
 
 
-def empty_weight(product: Product, method: str | None, scheme: Scheme | None) -> Weight:
+def _eight_bits(whole: Stored) -> tuple[Tensor, Tensor]:
+    """Values in their own type, and a scale for each row."""
+    values = whole.values.contiguous()
+    signed = values.view(torch.float8_e4m3fn) if whole.kind == "fp8" else (values.to(torch.int16) - 128).to(torch.int8)
+    return signed, whole.scales[:, 0].contiguous()
+
+
+def _packed(whole: Stored, gated: bool) -> PackedWeight:
+    zeros = whole.zeros
+    if zeros is not None and bool((zeros == BIAS[whole.kind]).all()):
+        zeros = None
+    return quantized_weights.pack(whole.kind, whole.values, whole.scales, zeros, whole.group, gated)
+
+
+def empty_weight(product: Product, method: str | None, scheme: Scheme | None) -> Weight | ExpertsWeight:
     """What stands for a product's weight where kernels are compiled ahead: of the likely form, without memory."""
-    rows, columns = product.layer.weight.shape
-    made = lambda shape, dtype=torch.float32: torch.empty(shape, device="meta", dtype=dtype)
+    *experts, rows, columns = product.layer.weight.shape
+    made = lambda *shape, dtype=torch.float32: torch.empty((*experts, *shape), device="meta", dtype=dtype)
     activations = scheme.activations if scheme is not None else ("fp8" if method == "fp8" else "")
     if activations:
-        return Scaled(made((rows, columns), torch.float8_e4m3fn if activations == "fp8" else torch.int8), made((rows,)))
+        values, row_scales = made(rows, columns, dtype=_EIGHT[activations]), made(rows)
+        return ScaledExperts(values, row_scales) if experts else Scaled(values, row_scales)
     group = ONLINE_GROUP if scheme is None else min(scheme.group, 128)
     kind: Kind = "fp8" if scheme is not None and scheme.form == "fp8" else "int8" if scheme is not None and scheme.bits == 8 else "int4"
     padded = -(-columns // 128) * 128
     height = -(-rows // 64)
-    scales = made((padded // group if group else 1, height * 64))
-    words = made((height, padded // tile_columns(kind), 1024), torch.int32)
+    scales = made(padded // group if group else 1, height * 64)
+    words = made(height, padded // tile_columns(kind), 1024, dtype=torch.int32)
     zeros = scales if scheme is not None and scheme.form == "awq" else None
-    return Packed(PackedWeight(kind, rows, columns, group, words, scales, zeros, product.gated))
+    whole = (kind, rows, columns, group, words, scales, zeros, product.gated)
+    return PackedExperts(*whole) if experts else Packed(PackedWeight(*whole))

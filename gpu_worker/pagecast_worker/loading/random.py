@@ -36,12 +36,11 @@ class RandomWeights:
         mean = 1.0 if whole.dim() == 1 and not source.name.endswith("bias") else 0.0
         whole.normal_(mean, STD, generator=self._generator)
         part = whole if source.part is None else source.part.of(whole)
-        source.parameter.narrow(0, source.row, part.shape[0]).copy_(part)
+        source.place().copy_(part)
 
     def made(self, source: Source, device: torch.device) -> Tensor:
         """The same for a parameter that has no memory."""
-        rows = source.part.size if source.part is not None and source.part.dim == 0 else source.rows()
-        made = torch.empty((rows, *source.parameter.shape[1:]), dtype=source.parameter.dtype, device=device)
+        made = torch.empty(source.place().shape, dtype=source.parameter.dtype, device=device)
         return made.normal_(0.0, STD, generator=self._generator)
 
     def identity(self) -> str:

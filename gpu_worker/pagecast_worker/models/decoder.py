@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagecast_worker.layers.attention import Attention
 from pagecast_worker.layers.embedding import Embedding, Head
-from pagecast_worker.layers.experts import Experts
+from pagecast_worker.layers.experts import Experts, Grouped
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
@@ -34,10 +34,12 @@ class Layer:
     post_feed_forward_norm: Tensor | None = None
 
 
-def activations(block: Attention | FeedForward | Experts) -> torch.dtype | None:
+def activations(block: Attention | LatentAttention | FeedForward | Experts) -> torch.dtype | None:
     """The 8-bit type in which a block takes its input, if it does."""
     if isinstance(block, Attention):
         return takes(block.qkv.weight)
+    if isinstance(block, LatentAttention):
+        return takes(block.down.weight)
     return takes(block.gate_up.weight) if isinstance(block, FeedForward) else None
 
 
@@ -107,11 +109,11 @@ class Decoder:
         query = heads * (shape.nope_dim + shape.rope_dim)
         rows = (shape.query_rank or query) + shape.rank + shape.rope_dim
         return LatentAttention(
-            ColumnParallel(make(rows, hidden), make(rows) if config.attention_bias else None),
+            ColumnParallel(self._product(rows, hidden), make(rows) if config.attention_bias else None),
             make(shape.query_rank) if shape.query_rank else None,
-            ColumnParallel(make(query, shape.query_rank)) if shape.query_rank else None,
+            ColumnParallel(self._product(query, shape.query_rank)) if shape.query_rank else None,
             make(shape.rank), make(heads, shape.nope_dim + shape.value_dim, shape.rank),
-            RowParallel(make(hidden, heads * shape.value_dim), self.ranks, make(hidden) if config.output_bias else None),
+            RowParallel(self._product(hidden, heads * shape.value_dim), self.ranks, make(hidden) if config.output_bias else None),
             num_heads=heads, shape=shape, scale=config.softmax_scale, cos_sin=self.cos_sin,
         )
 
@@ -121,8 +123,8 @@ class Decoder:
             return self._dense(self.config.intermediate_size)
         make, hidden, inner = self._make, self.config.hidden_size, self.ranks.share(experts.size, "the size of an expert")
         return Experts(
-            make(experts.count, hidden), make(experts.count, 2 * inner, hidden), make(experts.count, hidden, inner), experts.routing,
-            self.config.activation,
+            make(experts.count, hidden), Grouped(self._product(experts.count, 2 * inner, hidden)),
+            Grouped(self._product(experts.count, hidden, inner)), experts.routing, self.config.activation,
             bias=torch.empty(experts.count, device=self.device, dtype=torch.float32) if experts.bias else None,
             shared=self._dense(experts.shared_size) if experts.shared_size else None,
         )

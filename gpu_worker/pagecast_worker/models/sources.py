@@ -34,13 +34,15 @@ class _Table:
         return Source(name, shape, parameter, take=take, change=change)
 
     def split(
-        self, part: str, count: int, parameter: Tensor, held: Part, *, row: int = 0, change: Callable[[Tensor], Tensor] | None = None
-    ) -> Source:
-        """A part that is `count` long over all ranks where `held` splits it; this rank's begins at `row` of the parameter."""
-        whole = [*parameter.shape]
+        self, part: str, count: int, parameter: Tensor, held: Part, *, row: int = 0, change: Callable[[Tensor], Tensor] | None = None,
+        expert: int | None = None,
+    ) -> Source:  # fmt: skip
+        """A part that is `count` long over all ranks where `held` splits it; this rank's begins at `row` of the parameter, or of one
+        expert's there."""
+        whole = [*(parameter.shape if expert is None else parameter.shape[1:])]
         whole[held.dim] = count
         name, shape, take = named(self._names, part, self._prefix, *whole)
-        return Source(name, shape, parameter, row, held, take, change)
+        return Source(name, shape, parameter, row, held, take, change, expert)
 
 
 def of_model(model: "Decoder") -> Iterator[Source]:
@@ -148,8 +150,8 @@ def _of_experts(model: "Decoder", table: _Table, block: Experts) -> Iterator[Sou
     for expert in range(config.count):
         own = table.of_expert(expert)
         for place, part in enumerate(("expert_gate", "expert_up")):
-            yield own.split(part, config.size, block.gate_up[expert], rows, row=place * rows.size)
-        yield own.split("expert_down", config.size, block.down[expert], columns)
+            yield own.split(part, config.size, block.gate_up.weight, rows, row=place * rows.size, expert=expert)
+        yield own.split("expert_down", config.size, block.down.weight, columns, expert=expert)
 
 
 def _offset(config: ModelConfig) -> Callable[[Tensor], Tensor] | None:

@@ -28,7 +28,7 @@ Names = Mapping[str, str | Piece]
 class Source:
     """Where a piece of a parameter comes from: the rows from `row` on of `parameter` are this rank's part of a checkpoint tensor.
 
-    shape: of the whole checkpoint tensor. take: the rows of it that are meant, all of them if None. change: what is done to those.
+    expert: where the parameter holds those of all experts, the one that is meant. shape: of the whole checkpoint tensor. take: the rows of it that are meant, all of them if None. change: what is done to those.
     part: what this rank holds of the result; None: all.
     """
 
@@ -39,6 +39,12 @@ class Source:
     part: Part | None = None
     take: tuple[int, int] | None = None
     change: Callable[[Tensor], Tensor] | None = None
+    expert: int | None = None
+
+    def place(self) -> Tensor:
+        """What is filled, a view of the parameter."""
+        whole = self.parameter if self.expert is None else self.parameter[self.expert]
+        return whole.narrow(0, self.row, self.part.size if self.part is not None and self.part.dim == 0 else self.rows())
 
     def rows(self) -> int:
         """How many rows of the checkpoint tensor are meant, over all ranks."""

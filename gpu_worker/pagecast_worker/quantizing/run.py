@@ -194,7 +194,7 @@ class _Run:
             if source.take is not None:
                 value = value[source.take[0] : source.take[1]]
             value = value if source.change is None else source.change(value)
-            source.parameter.narrow(0, source.row, value.shape[0]).copy_(value)
+            source.place().copy_(value)
 
     def _whole(self, source: Source) -> Tensor:
         return self._checkpoint.tensor(source.name, source.shape)
