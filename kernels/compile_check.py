@@ -280,20 +280,21 @@ def quantized_expert_variants() -> Iterator[Variant]:
         ("qwen3", 128, 2048, 768, 4096, torch.bfloat16), ("qwen3", 128, 2048, 768, 256, torch.float16),
         ("odd", 6, 200, 68, 20, torch.bfloat16),
     ]  # fmt: skip
+    routing = Routing(2)
     for number, (name, count, hidden, inner, tokens, dtype) in enumerate(cases):
         x, logits = (torch.empty((tokens, size), dtype=dtype, device="meta") for size in (hidden, count))
         for kind, group, zeros, ordered in kinds if number == 0 else kinds[:3]:
             first = weight(kind, count, 2 * inner, hidden, group, zeros, inner % 8 == 0, ordered)
             second = weight(kind, count, hidden, inner, group, zeros, False, ordered)
             label = f"mixture {name} {tokens} {kind} g{group}{' zeros' * zeros}{' ordered' * ordered} {str(dtype)[6:]}"
-            yield label, lambda args=(x, logits, first, second, Routing(2)): experts.mixture(*args)
+            yield label, lambda args=(x, logits, first, second): experts.mixture(*args, routing)
         for kind in (torch.float8_e4m3fn, torch.int8)[: 2 - bool(number)]:
             first, second = (
                 ScaledExperts(torch.empty((count, *shape), dtype=kind, device="meta"), torch.empty((count, shape[0]), device="meta"))
                 for shape in ((2 * inner, hidden), (hidden, inner))
             )
             label = f"mixture {name} {tokens} scaled {str(kind)[6:]} {str(dtype)[6:]}"
-            yield label, lambda args=(x, logits, first, second, Routing(2)): experts.mixture(*args)
+            yield label, lambda args=(x, logits, first, second): experts.mixture(*args, routing)
 
 
 def _rules(logits: torch.Tensor) -> None:

@@ -177,7 +177,7 @@ def scaled_product(
     experts, tokens = lists.shape
     pairs, fp8 = tokens * chosen, weight.values.dtype == torch.float8_e4m3fn
     config = configs.scaled_experts(pairs, experts) if config is None else config
-    columns, depth = weight.rows // 2 if first else weight.rows, weight.columns
+    columns, depth = weight.shape[1] // 2 if first else weight.shape[1], weight.shape[2]
     rows, row_scales = quantized_rows.quantize_rows(x, weight.values.dtype)
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
     most = min(pairs // config.rows + min(pairs, experts), pairs)

@@ -155,7 +155,9 @@ def in_rows(p, TILES: tl.constexpr):
 
 
 @triton.jit
-def columns_of(p, zero, part: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
+def columns_of(
+    p, zero, part: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
+):
     """[R, PART] in 16 bits: the part-th PART columns of a tile of words [R, 16], less their zeros."""
     if BITS == 4:
         w0, w1, w2, w3, w4, w5, w6, w7 = _nibble_columns(p, zero, BF16, ASM)

@@ -67,6 +67,10 @@ class PackedExperts:
     paired: bool = False
     order: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.words.shape[0], self.rows, self.columns
+
     def expert(self, index: int) -> PackedWeight:
         """One expert's weight."""
         zeros = None if self.zeros is None else self.zeros[index]
@@ -81,12 +85,8 @@ class ScaledExperts:
     scales: Tensor
 
     @property
-    def rows(self) -> int:
-        return self.values.shape[1]
-
-    @property
-    def columns(self) -> int:
-        return self.values.shape[2]
+    def shape(self) -> torch.Size:
+        return self.values.shape
 
 
 def usable_group(group: int, columns: int) -> bool:

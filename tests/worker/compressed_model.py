@@ -9,7 +9,9 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     apply_quantization_config,
 )
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
 from worker.family_model import PROMPT, write_family
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
@@ -61,3 +63,41 @@ def write_compressed(folder, scheme: str, ignore: tuple[str, ...] = ("lm_head",)
     model.save_pretrained(folder)
     compressor.update_config(folder)
     return folder, logits
+
+
+def write_compressed_mixture(folder, scheme: str, name: str, **changes):
+    """A checkpoint of a mixture of experts, and one with the weights that the library makes of it.
+
+    transformers keeps experts in one tensor and files name them one by one, so the library is given modules of the files' names.
+    """
+    weights, activations = SCHEMES[scheme]
+    source, _ = write_family(name, folder / "plain", hidden_size=128, head_dim=32, **changes)
+    tensors, tree = load_file(source / "model.safetensors"), torch.nn.Module()
+    products = {key.removesuffix(".weight"): value for key, value in tensors.items() if "_proj.weight" in key}
+    for path, weight in products.items():
+        *parents, last = path.split(".")
+        module = tree
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, torch.nn.Module())
+            module = getattr(module, parent)
+        linear = torch.nn.Linear(*reversed(weight.shape), bias=False)
+        linear.weight.data.copy_(weight)
+        module.add_module(last, linear)
+    own = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**weights), input_activations=activations and QuantizationArgs(**activations)
+    )
+    apply_quantization_config(tree, QuantizationConfig(config_groups={"group_0": own}, ignore=["lm_head"]))
+    for path in products:
+        module = tree.get_submodule(path)
+        _scales(module)
+        zero = getattr(module, "weight_zero_point", None)
+        tensors[f"{path}.weight"] = fake_quantize(module.weight.data, module.weight_scale.data, zero, own.weights)
+    compressor = ModelCompressor.from_pretrained_model(tree)
+    compressor.compress_model(tree)
+    plain = {key: value for key, value in tensors.items() if key.removesuffix(".weight") not in products}
+    save_file(tensors, source / "model.safetensors")
+    save_file(plain | {key: value.contiguous() for key, value in tree.state_dict().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    compressor.update_config(folder)
+    return folder, source

@@ -1,11 +1,10 @@
-"""AWQ, GPTQ and FP8 files, packed here value by value as their formats say; splits over ranks; weights rounded on the way in."""
-
-import json
+"""Files of other tools; splits over ranks; weights rounded on the way in."""
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from worker.family_model import PROMPT, Forward, executor_for, write_family
+from worker.quantized_files import FORMATS, SIZES, write_quantized
 
 from pagecast_kernels.quantized_weights import round_to_nearest
 from pagecast_worker.config import WorkerConfig
@@ -14,98 +13,6 @@ from pagecast_worker.loading import stored
 from pagecast_worker.loading.load import load_model, open_checkpoint
 from pagecast_worker.loading.schemes import Scheme, read_scheme
 from pagecast_worker.parallel import Part, Ranks
-
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
-def words(table: list[list[int]], bits: int, order: list[int] | None = None) -> torch.Tensor:
-    """Rows of small integers as rows of int32 words, the lowest bits first; order: which value of a word's comes at each place."""
-    per = 32 // bits
-    order = order or list(range(per))
-    return torch.tensor(
-        [[signed(sum(row[at + order[i]] << bits * i for i in range(per))) for at in range(0, len(row), per)] for row in table],
-        dtype=torch.int32,
-    )
-
-
-def awq(weight: torch.Tensor, group: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """AWQ tensors of a weight [N, K], and the weight that they mean."""
-    values, scales, zeros = round_to_nearest(weight, group, False, 4)
-    scales = scales.half()
-    spread = lambda x: x.repeat_interleave(group, 1)
-    tensors = {
-        "qweight": words(values.t().tolist(), 4, AWQ_ORDER), "qzeros": words(zeros.int().t().tolist(), 4, AWQ_ORDER),
-        "scales": scales.t().contiguous(),
-    }  # fmt: skip
-    return tensors, (values.float() - spread(zeros)) * spread(scales.float())
-
-
-def gptq(weight: torch.Tensor, group: int, bits: int, order: torch.Tensor | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """GPTQ tensors. order: columns by importance, the first `group` of which share the first scale."""
-    columns = weight.shape[1]
-    order = torch.arange(columns) if order is None else order
-    index = torch.empty(columns, dtype=torch.int64)
-    index[order] = torch.arange(columns) // group
-    values, scales, zeros = round_to_nearest(weight[:, order], group, False, bits)
-    zeros = zeros.clamp(min=1)
-    values, scales = values[:, order.argsort()], scales.half()
-    tensors = {
-        "qweight": words(values.tolist(), bits).t().contiguous(), "qzeros": words((zeros.int() - 1).t().tolist(), bits),
-        "scales": scales.t().contiguous(), "g_idx": index.int(),
-    }  # fmt: skip
-    return tensors, (values.float() - zeros[:, index]) * scales.float()[:, index]
-
-
-def fp8_block(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Blocks of 128 x 128 that share a scale, the last ones smaller."""
-    rows, columns = weight.shape
-    scales = torch.empty(-(-rows // 128), -(-columns // 128))
-    values, meant = torch.empty_like(weight).to(torch.float8_e4m3fn), torch.empty_like(weight)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            scales[i, j] = weight[block].abs().max() / 448
-            values.view(torch.uint8)[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn).view(torch.uint8)
-            meant[block] = values[block].float() * scales[i, j]
-    return {"weight": values, "weight_scale_inv": scales}, meant
-
-
-FORMATS = {
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}, lambda w: awq(w, 32)),
-    "gptq int4": ({"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}, lambda w: gptq(w, 64, 4, None)),
-    "gptq int8": ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}, lambda w: gptq(w, 128, 8, None)),
-    "gptq act-order": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-        lambda w: gptq(w, 32, 4, torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(w.shape[1]))),
-    ),
-    "gptq orders that differ": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
-        lambda w: gptq(w, 32, 4, torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(int(w.abs().sum())))),
-    ),
-    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, fp8_block),
-}  # fmt: skip
-
-
-def write_quantized(folder, config, make):
-    """A checkpoint with every projection made by `make`, and one with the weights that it means, as transformers would load it."""
-    source, _ = write_family("LlamaForCausalLM", folder / "plain", **SIZES)
-    values = json.loads((source / "config.json").read_text())
-    tensors, quantized = load_file(source / "model.safetensors"), {}
-    for name, weight in list(tensors.items()):
-        if "_proj.weight" not in name:
-            quantized[name] = weight
-            continue
-        parts, tensors[name] = make(weight)
-        quantized |= {name.removesuffix("weight") + ending: value.contiguous() for ending, value in parts.items()}
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
-    save_file(quantized, folder / "model.safetensors")
-    save_file(tensors, source / "model.safetensors")
-    return folder, source
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -152,8 +59,10 @@ def test_splits_take_whole_groups_or_are_refused_by_name():
     dense = whole.dense(torch.float32)
     for part in (Part(1, 128, 256), Part(1, 64, 128), Part(0, 8, 16)):
         assert torch.equal(whole.part(part).dense(torch.float32), part.of(dense))
-    with pytest.raises(LoadError, match=r"whole groups of 64 columns of model.layers.0.mlp.down_proj, got 32"):
-        whole.part(Part(1, 0, 32))
+    for part in (Part(1, 0, 32), Part(1, 96, 192)):  # halves of groups are groups of their own
+        assert torch.equal(whole.part(part).dense(torch.float32), part.of(dense)) and whole.part(part).group == 32
+    with pytest.raises(LoadError, match=r"whole groups of 64 columns, .* of model.layers.0.mlp.down_proj, got 48 columns"):
+        whole.part(Part(1, 0, 48))
     ordered = stored.Stored("int4", values, scales, zeros, 64, torch.randperm(256), "model.layers.0.mlp.down_proj")
     assert torch.equal(ordered.part(Part(0, 8, 16)).dense(torch.float32), ordered.dense(torch.float32)[8:])
     with pytest.raises(LoadError, match=r"tensor_parallel_size must be 1: the columns of model.layers.0.mlp.down_proj"):
@@ -170,14 +79,6 @@ def load_rank(folder, rank: int, size: int, **options):
 @pytest.mark.parametrize("name", ["awq", "gptq int8", "fp8 blocks"])
 def test_every_rank_holds_its_part_of_a_quantized_checkpoint(name, tmp_path):
     folder, source = write_quantized(tmp_path, *FORMATS[name])
-    if name == "gptq int8":  # groups of 128 do not end where the 128 columns of o are cut in two
-        with pytest.raises(LoadError, match=r"whole groups of 128 columns of model.layers.0.self_attn.o_proj, got 64"):
-            load_rank(folder, 0, 2)
-        return
-    if name == "fp8 blocks":
-        with pytest.raises(LoadError, match=r"whole groups of 128 columns"):
-            load_rank(folder, 1, 2)
-        return
     for rank in range(2):
         for own, want in zip(load_rank(folder, rank, 2).layers, load_rank(source, rank, 2).layers, strict=True):
             for pick in (
@@ -185,6 +86,12 @@ def test_every_rank_holds_its_part_of_a_quantized_checkpoint(name, tmp_path):
                 lambda layer: layer.feed_forward.down,
             ):
                 torch.testing.assert_close(pick(own).weight, pick(want).weight, rtol=0, atol=1e-6)
+
+
+def test_a_split_through_a_group_is_refused_by_name(tmp_path):
+    folder, _ = write_quantized(tmp_path, *FORMATS["gptq int4"], head_dim=24)
+    with pytest.raises(LoadError, match=r"groups of 64 columns, or .* of model.layers.0.self_attn.o_proj, got 48 columns"):
+        load_rank(folder, 1, 2)
 
 
 def test_columns_ordered_by_activation_are_not_split(tmp_path):

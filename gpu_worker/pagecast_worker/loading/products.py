@@ -55,6 +55,11 @@ def products_of(block: Any) -> Iterator[Product]:
             yield from products_of(getattr(block, field.name))
 
 
+def for_kernels(device: torch.device) -> bool:
+    """Whether weights are kept as kernels take them; a CPU multiplies with what they mean."""
+    return device.type == "cuda"
+
+
 class Quantizer:
     """Turns the parts that a product's sources give into its weight. method: of `--quantization`; scheme: the checkpoint's own.
 
@@ -120,7 +125,7 @@ class Quantizer:
 
     def _made(self, whole: Stored, gated: bool) -> Weight:
         activations = self._activations()
-        if self.device.type != "cuda":
+        if not for_kernels(self.device):
             return Rounded(whole.dense(self.dtype), _EIGHT[activations]) if activations else whole.dense(self.dtype)
         if activations:
             return Scaled(*_eight_bits(whole))
@@ -133,7 +138,7 @@ class Quantizer:
         activations, every = self._activations(), [expert for expert in experts if isinstance(expert, Stored)]
         alike = len(every) == len(experts) and len({(one.kind, one.group) for one in every}) == 1
         usable = alike and (activations or quantized_weights.usable_group(every[0].group, every[0].values.shape[1]))
-        if self.device.type != "cuda" or not usable:
+        if not for_kernels(self.device) or not usable:
             dense = torch.stack([self._dense(expert) for expert in experts])
             return Rounded(dense, _EIGHT[activations]) if activations and alike else dense
         if activations:

@@ -1,5 +1,6 @@
 """Quantized weights as checkpoints store them, read into one form: values in rows, scales and zero points by group."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagecast_kernels.quantized_weights import BIAS, FP8_MAX, Kind, round_to_nearest
+from pagecast_kernels.quantized_weights import BIAS, FP8_MAX, GROUPS, Kind, round_to_nearest, usable_group
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.parallel import Part
@@ -49,11 +50,14 @@ class Stored:
         values = part.of(self.values)
         if not self.group:
             return replace(self, values=values)
-        if part.start % self.group or part.size % self.group:
-            raise LoadError(f"tensor_parallel_size must leave whole groups of {self.group} columns of {self.name}, got {part.size}")
-        groups = Part(1, part.start // self.group, part.stop // self.group)
+        group = math.gcd(self.group, part.start, part.size)  # a group that is cut becomes several of one scale
+        if group != self.group and not usable_group(group, part.size):
+            wanted = f"whole groups of {self.group} columns, or halves or quarters of at least {GROUPS[0]},"
+            raise LoadError(f"tensor_parallel_size must leave {wanted} of {self.name}, got {part.size} columns")
+        groups = Part(1, part.start // group, part.stop // group)
+        cut = lambda scales: groups.of(scales.repeat_interleave(self.group // group, 1))
         return replace(
-            self, values=values, scales=groups.of(self.scales), zeros=None if self.zeros is None else groups.of(self.zeros)
+            self, values=values, group=group, scales=cut(self.scales), zeros=None if self.zeros is None else cut(self.zeros)
         )
 
     def dense(self, dtype: torch.dtype) -> Tensor:

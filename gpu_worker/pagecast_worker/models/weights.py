@@ -28,8 +28,8 @@ Names = Mapping[str, str | Piece]
 class Source:
     """Where a piece of a parameter comes from: the rows from `row` on of `parameter` are this rank's part of a checkpoint tensor.
 
-    expert: where the parameter holds those of all experts, the one that is meant. shape: of the whole checkpoint tensor. take: the rows of it that are meant, all of them if None. change: what is done to those.
-    part: what this rank holds of the result; None: all.
+    shape: of the whole checkpoint tensor. take: the rows of it that are meant, all of them if None. change: what is done to those.
+    part: what this rank holds of the result; None: all. expert: the one that is meant, where the parameter holds those of all.
     """
 
     name: str
