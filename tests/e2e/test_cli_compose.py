@@ -1,11 +1,14 @@
-"""docker-compose.yml: valid by the Compose schema, locked down, and its commands do run and heal as processes."""
+"""docker-compose.yml: valid by the Compose schema, locked down, and its commands do run and heal as processes, in both shapes.
+
+The ranks and their scheduler run in two network namespaces where this machine allows that, with the files of keys as their secrets.
+"""
 
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,22 @@ from typing import Any
 import pytest
 import yaml
 from compose_spec import PyCompose
+from e2e import two_hosts
 from e2e.cli_server import LIMIT_S, PAGECAST
 from free_ports import free_port
+from worker.tiny_model import write_model, write_tokenizer
 
 from pagecast import Client, SamplingParams
+from pagecast.types import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker-compose.yml"
-SERVICES: dict[str, Any] = yaml.safe_load(FILE.read_text())["services"]
+CONTENT: dict[str, Any] = yaml.safe_load(FILE.read_text())
+SERVICES: dict[str, Any] = CONTENT["services"]
+ONE = ("scheduler", "worker", "frontend")
+RANKS = ("ranks-scheduler", "rank-0", "rank-1", "ranks")
+HERE = two_hosts.Host((), "127.0.0.1")
+HEAD_PORT = ":29400"
 
 
 def schema_check(content: dict[str, Any]) -> None:
@@ -41,102 +52,132 @@ def test_the_schema_check_can_fail(wrong: dict[str, Any]) -> None:
         schema_check(content)
 
 
+def started_by(*names: str) -> set[str]:
+    """What `docker compose up NAMES` starts: these and what they depend on; without names, what belongs to no profile."""
+    found, todo = set(), list(names) or [name for name, service in SERVICES.items() if not service.get("profiles")]
+    while todo:
+        found.add(name := todo.pop())
+        todo += SERVICES[name].get("depends_on", {})
+    return found
+
+
+def test_each_shape_is_one_command() -> None:
+    assert started_by() == set(ONE) and started_by("ranks") == set(RANKS) and started_by("keys") == {"keys"}
+    assert started_by("ranks", "rank-2") == {*RANKS, "rank-2"}
+    assert {name: service.get("profiles", []) for name, service in SERVICES.items()} == {
+        **{name: [] for name in ONE}, **{name: ["ranks"] for name in (*RANKS, "rank-2")}, "keys": ["keys"],
+    }
+
+
 def test_every_role_is_locked_down_watched_and_restarted() -> None:
-    assert set(SERVICES) == {"scheduler", "worker", "frontend"}
-    for service in SERVICES.values():
-        assert service["user"] == "10001:10001" and service["read_only"] is True and service["cap_drop"] == ["ALL"]
-        assert service["security_opt"] == ["no-new-privileges:true"] and service["restart"] == "unless-stopped"
-        assert service["healthcheck"]["test"][:2] == ["CMD", "pagecast"]
-        assert "run:/run/pagecast" in service["volumes"]
-    assert all(port.startswith("127.0.0.1:") for port in SERVICES["frontend"]["ports"])
-    stages = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "deploy/Dockerfile").read_text(), re.M)
-    assert {service["build"]["target"] for service in SERVICES.values()} <= set(stages)
-    assert (ROOT / "deploy/Dockerfile").read_text().count("USER 10001:10001") == 3
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", dockerfile, re.M)
+    for name, service in SERVICES.items():
+        assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
+        assert service["build"]["target"] in stages and service["image"] == f"pagecast-{service['build']['target']}"
+        if name != "keys":  # which runs once, as root
+            assert service["user"] == "10001:10001" and service["restart"] == "unless-stopped" and "cap_add" not in service
+            assert service["healthcheck"]["test"][:3] == ["CMD", "pagecast", "status"]
+        waits = {other: each["condition"] for other, each in service.get("depends_on", {}).items()}
+        assert all(condition == ("service_healthy" if "scheduler" in other else "service_started") for other, condition in waits.items())
+        assert waits or name in ("scheduler", "ranks-scheduler", "keys")
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
+    assert dockerfile.count("USER 10001:10001") == 3
 
 
 def test_ranks_have_a_network_and_keys_of_their_own() -> None:
-    content = yaml.safe_load((ROOT / "deploy/docker-compose.ranks.yml").read_text())
-    services = content["services"]
-    assert set(services) == {"scheduler", "worker-0", "worker-1", "frontend"} and content["networks"] == {"ranks": {"internal": True}}
-    for name, service in services.items():
-        assert service["user"] == "10001:10001" and service["read_only"] is True and service["cap_drop"] == ["ALL"]
-        assert service["restart"] == "unless-stopped" and service["healthcheck"]["test"][:2] == ["CMD", "pagecast"]
-        assert name == "scheduler" or service["depends_on"] == {"scheduler": {"condition": "service_healthy"}}
-    secrets = {name: [secret["source"] for secret in service.get("secrets", ())] for name, service in services.items()}
-    assert secrets == {"scheduler": ["scheduler_key"], "worker-0": ["rank_key"], "worker-1": ["rank_key"], "frontend": []}
-    assert [services[f"worker-{rank}"]["command"][4] for rank in range(2)] == ["0", "1"]
+    assert CONTENT["networks"] == {"ranks": {"internal": True}}
+    assert {name for name, service in SERVICES.items() if "ranks" in service.get("networks", ())} == {*RANKS, "rank-2"} - {"ranks"}
+    assert all(SERVICES[name]["network_mode"] == "none" for name in ("scheduler", "worker", "keys"))
+    secrets = {name: {secret["source"]: secret["target"] for secret in service.get("secrets", ())} for name, service in SERVICES.items()}
+    assert {name for name, held in secrets.items() if held == {"scheduler_key": "/run/keys/scheduler.key"}} == {"ranks-scheduler"}
+    assert {name for name, held in secrets.items() if held == {"rank_key": "/run/keys/rank.key"}} == {"rank-0", "rank-1", "rank-2"}
+    for rank in range(3):
+        assert SERVICES[f"rank-{rank}"]["command"] == SERVICES[f"rank-{rank}"]["healthcheck"]["test"][-2:] == ["--rank", str(rank)]
 
 
-@pytest.mark.timeout(600)
-def test_the_commands_of_the_ranks_serve_as_processes(tmp_path: Path) -> None:
-    """With the oracle, on this host's loopback, as compose would start them."""
-    services = yaml.safe_load((ROOT / "deploy/docker-compose.ranks.yml").read_text())["services"]
-    head = f"127.0.0.1:{free_port()}"
-    keys, oracle = tmp_path / "keys", ["--executor", "oracle", "--num-blocks", "64"]
-    assert subprocess.run([*PAGECAST, "keys", str(keys)], capture_output=True, timeout=LIMIT_S).returncode == 0
-    extra = {"worker-0": oracle, "worker-1": oracle, "scheduler": [], "frontend": ["--port", "0", "--drain-announce-s", "0"]}
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    try:
-        for name, service in services.items():
-            folder = tmp_path / (name if name.startswith("worker") else "run")
-            folder.mkdir(mode=0o700, exist_ok=True)
-            words = [re.sub(r"\$\{PAGECAST_MODEL.*\}", "", word).replace("/run/pagecast", str(folder)) for word in service["command"]]
-            places = {"PAGECAST_HEAD": head, "PAGECAST_WIRE_KEYS": str(keys)}
-            given = {key: places.get(key, value) for key, value in service.get("environment", {}).items()}
-            running[name] = subprocess.Popen([*PAGECAST, *words, *extra[name]], env=os.environ | given)
-        address, end = tmp_path / "run/frontend-0.address", time.monotonic() + 2 * LIMIT_S
-        while not (address.exists() and (tmp_path / "run/frontend-0.serving").exists()):
-            assert time.monotonic() < end and all(process.poll() is None for process in running.values())
-            time.sleep(0.1)
-        check = services["worker-0"]["healthcheck"]["test"][2:-1]
-        assert subprocess.run([*PAGECAST, *check, head], capture_output=True, timeout=LIMIT_S).returncode == 0
-        assert subprocess.run([*PAGECAST, *check, "127.0.0.1:1"], capture_output=True, timeout=LIMIT_S).returncode == 1
-        with Client("127.0.0.1:" + address.read_text().strip().rpartition(":")[2]) as client:
-            assert len(client.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True)).token_ids) == 8
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
+def test_every_worker_gets_a_gpu_of_its_own() -> None:
+    over = yaml.safe_load((ROOT / "deploy/docker-compose.gpu.yml").read_text())["services"]
+    ids = {name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for name, service in over.items()}
+    assert ids == {"worker": ["0"], "rank-0": ["0"], "rank-1": ["1"], "rank-2": ["2"]}
 
 
-class Host:
-    """Runs the services' commands on this host, as compose would in containers: run directory and port are put in their place."""
+class Containers:
+    """Runs services' commands as processes, as compose would in containers: folders, ports and addresses are put in their place.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._logs = run_dir.parent
+    hosts: the place of a service that has a network of its own. variables: the environment of `docker compose`.
+    """
+
+    def __init__(self, folder: Path, hosts: Mapping[str, two_hosts.Host], variables: Mapping[str, str]) -> None:
+        self._folder, self._hosts, self._variables = folder, hosts, variables
+        self._head_port = f":{free_port()}"
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        words = [self._here(word) for word in SERVICES[name]["command"]]
-        extra = ["--port", "0", "--drain-announce-s", "0"] if name == "frontend" else []
-        with (self._logs / f"{name}.log").open("ab") as log:
-            self.running[name] = subprocess.Popen([*PAGECAST, *words, *extra], stdout=log, stderr=log)
+        service = SERVICES[name]
+        words = [self._here(name, word) for word in (*service.get("entrypoint", ["pagecast"])[1:], *service["command"])]
+        if "frontend" in words:
+            words += ["--port", "0", "--uds", str(self.socket(name)), "--drain-announce-s", "0"]
+        given = {key: self._here(name, value) for key, value in service.get("environment", {}).items()}
+        self.run_dir(name).mkdir(mode=0o700, exist_ok=True)
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen([*self._prefix(name), *PAGECAST, *words], stdout=log, stderr=log, env=os.environ | given)
+
+    def kill(self, name: str) -> None:
+        self.running[name].kill()
+        self.running[name].wait()
+
+    def heal(self, done: Callable[[Load], bool], frontend: str, *victims: str) -> None:
+        """Starts again whatever ends, as the restart policy does, until these are healthy, and the cluster's load is as wanted."""
+        end = time.monotonic() + 2 * LIMIT_S
+        while True:
+            for name, process in list(self.running.items()):
+                if process.poll() is not None:
+                    self.start(name)
+            if all(self.healthy(name) for name in (frontend, *victims)):
+                with Client(f"unix:{self.socket(frontend)}") as client:
+                    if done(client.load()):
+                        return
+            assert time.monotonic() < end, "".join(self.log(name) for name in self.running)
+            time.sleep(0.2)
 
     def healthy(self, name: str) -> bool:
-        _, _, *words = SERVICES[name]["healthcheck"]["test"]
-        address = self._run_dir / "frontend-0.address"
-        port = address.read_text().strip().rpartition(":")[2] if address.exists() else "1"
-        words = [self._here(word).replace("50051", port) for word in words]
-        return subprocess.run([*PAGECAST, *words], capture_output=True, timeout=LIMIT_S).returncode == 0
+        words = [self._here(name, word) for word in SERVICES[name]["healthcheck"]["test"][2:]]
+        address = self.run_dir(name) / "frontend-0.address"
+        if "--target" in words:
+            words[-1] = "127.0.0.1:" + (address.read_text().strip().rpartition(":")[2] if address.exists() else "1")
+        return subprocess.run([*self._prefix(name), *PAGECAST, *words], capture_output=True, timeout=LIMIT_S).returncode == 0
 
     def wait_healthy(self, name: str) -> None:
         end = time.monotonic() + 2 * LIMIT_S
         while not self.healthy(name):
-            assert time.monotonic() < end and self.running[name].poll() is None, (self._logs / f"{name}.log").read_text()
+            assert time.monotonic() < end and self.running[name].poll() is None, self.log(name)
             time.sleep(0.2)
 
-    def target(self) -> str:
-        return "127.0.0.1:" + (self._run_dir / "frontend-0.address").read_text().strip().rpartition(":")[2]
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
 
-    def _here(self, word: str) -> str:
-        return re.sub(r"\$\{\w+:-(.*)\}", r"\1", word).replace("/run/pagecast", str(self._run_dir))
+    def socket(self, name: str) -> Path:
+        return self._folder / f"{name}.sock"
+
+    def run_dir(self, name: str) -> Path:
+        """Of a service with a volume there, the one of all that share it; else its own."""
+        volumes = [volume.split(":")[0] for volume in SERVICES[name]["volumes"] if volume.endswith(":/run/pagecast")]
+        return self._folder / (volumes or [name])[0]
+
+    def _prefix(self, name: str) -> tuple[str, ...]:
+        return self._hosts.get(name, HERE).prefix
+
+    def _here(self, name: str, word: str) -> str:
+        word = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: self._variables.get(match[1]) or match[2], word)
+        word = re.sub(r"^ranks-scheduler(?=:)", self._hosts.get("ranks-scheduler", HERE).address, word)
+        word = word.replace("/run/keys", str(self._folder / "keys")).replace("/run/pagecast", str(self.run_dir(name)))
+        return word.replace(HEAD_PORT, self._head_port)
 
 
 @contextmanager
-def host(run_dir: Path) -> Iterator[Host]:
-    run_dir.mkdir(mode=0o700)
-    here = Host(run_dir)
+def containers(folder: Path, hosts: Mapping[str, two_hosts.Host] | None = None, **variables: str) -> Iterator[Containers]:
+    here = Containers(folder, hosts or {}, variables)
     try:
         yield here
     finally:
@@ -148,26 +189,63 @@ def host(run_dir: Path) -> Iterator[Host]:
 @pytest.mark.timeout(600)
 def test_its_commands_serve_and_heal_as_processes(tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=8)
-    with host(tmp_path / "run") as here:
+    with containers(tmp_path) as here:
         here.start("scheduler")
         here.wait_healthy("scheduler")
+        assert not here.healthy("worker") and not here.healthy("frontend")
         here.start("worker")
         here.start("frontend")
         here.wait_healthy("frontend")
         assert here.healthy("worker")
-        with Client(here.target()) as client:
+        target = f"unix:{here.socket('frontend')}"
+        with Client(target) as client:
             expected = client.generate("The capital of France is", sampling).token_ids
         for victim in ("worker", "scheduler"):
-            here.running[victim].kill()
-            here.running[victim].wait()
-            here.start(victim)  # what the restart policy does
-            here.wait_healthy(victim)
-            with Client(here.target()) as client:
-                end = time.monotonic() + 2 * LIMIT_S
-                while client.load().state != "serving" or client.health() != "SERVING":
-                    assert time.monotonic() < end
-                    time.sleep(0.2)
+            here.kill(victim)
+            here.heal(lambda load: load.state == "serving", "frontend", victim)
+            with Client(target) as client:
                 assert client.generate("The capital of France is", sampling, timeout=LIMIT_S).token_ids == expected
         for name in ("frontend", "scheduler", "worker"):
             here.running[name].send_signal(signal.SIGTERM)
         assert {name: process.wait(timeout=LIMIT_S) for name, process in here.running.items()} == dict.fromkeys(here.running, 0)
+
+
+@pytest.mark.timeout(600)
+def test_the_ranks_serve_and_heal_as_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model split over two ranks, one on the scheduler's host and one on another, with the keys that `docker compose run keys` makes."""
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    monkeypatch.setenv("PAGECAST_NUM_BLOCKS", "64")  # the real model's pool would be a gibibyte
+    make_keys = SERVICES["keys"]["entrypoint"][-1].split(" && ")[0].split()
+    assert make_keys[:2] == ["pagecast", "keys"]
+    assert CONTENT["secrets"] == {f"{side}_key": {"file": f"{make_keys[2].removeprefix('/')}/{side}.key"} for side in ("scheduler", "rank")}
+    assert subprocess.run([*PAGECAST, "keys", str(tmp_path / "keys")], capture_output=True, timeout=LIMIT_S).returncode == 0
+    sampling = SamplingParams(seed=7, max_tokens=8, ignore_eos=True)
+    with two_hosts.two_hosts() as (first, second):
+        hosts = {"ranks-scheduler": first, "rank-0": first, "ranks": first, "rank-1": second}
+        with containers(tmp_path, hosts, PAGECAST_MODEL=str(model)) as here:
+            here.start("ranks-scheduler")
+            here.wait_healthy("ranks-scheduler")
+            for name in RANKS[1:]:
+                here.start(name)
+            here.wait_healthy("ranks")
+            assert here.healthy("rank-0") and here.healthy("rank-1") and not here.healthy("rank-2")
+            with Client(f"unix:{here.socket('ranks')}") as client:
+                expected = client.generate("Paris", sampling).token_ids
+                assert len(expected) == 8
+                here.kill("rank-1")
+                here.heal(lambda load: load.state == "serving" and load.epoch >= 2, "ranks", "rank-1")
+                assert client.generate("Paris", sampling, timeout=LIMIT_S).token_ids == expected
+                assert client.load().num_recoveries >= 1
+
+
+def test_what_a_health_check_asks_of_one_process(tmp_path: Path) -> None:
+    status = [*PAGECAST, "status", "--rank", "1"]
+    asked = [*status, "--run-dir", str(tmp_path)]
+    for text, code in (
+        ("", 1), ("[]", 1), ('{"phase": "weights", "done": 3, "total": 3}', 1), ('{"phase": "warm-up", "done": 0, "total": 1}', 1),
+        ('{"phase": "warm-up", "done": 1, "total": 1}', 0),
+    ):
+        (tmp_path / "worker-1.progress").write_text(text)
+        assert subprocess.run(asked, capture_output=True, timeout=LIMIT_S).returncode == code, text
+    done = subprocess.run(status, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2 and done.stderr == "pagecast status: rank needs run_dir\n"

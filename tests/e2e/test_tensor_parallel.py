@@ -15,7 +15,7 @@ import pytest
 import torch
 from e2e.launch_roles import Events, started
 from e2e.real_model import PROMPTS, Reference
-from worker.tiny_model import write_model
+from worker.tiny_model import write_model, write_tokenizer
 
 from pagecast import LLM, Client, SamplingParams, cluster
 from pagecast.errors import StartError
@@ -35,15 +35,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with 4 heads over 2 KV heads, and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = write_model(tmp_path_factory.mktemp("tiny"))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: place + 3 for place, letter in enumerate(alphabet)} | {"<s>": 1, "</s>": 2}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
-    return folder
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("tiny")))
 
 
 @cache

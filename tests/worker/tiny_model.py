@@ -62,6 +62,18 @@ def write_model(folder: Path, shards: int = 2, **changes: object) -> Path:
     return folder
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer of bytes for the tiny model, in its folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: place + 3 for place, letter in enumerate(alphabet)} | {"<s>": 1, "</s>": 2}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
+    return folder
+
+
 def load_tiny(folder, num_blocks: int) -> TorchExecutor:
     """A float32 CPU executor of the tiny model, whose checkpoint is written into `folder`."""
     config = WorkerConfig(

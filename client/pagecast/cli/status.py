@@ -3,7 +3,9 @@
 import argparse
 import json
 import socket
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from pagecast.cli import arguments
 from pagecast.types import Load, Model
@@ -13,19 +15,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_target(parser, timeout=5.0)
     parser.add_argument("--check", action="store_true", help="health alone, for health checks and scripts")
     parser.add_argument("--run-dir", metavar="FOLDER", help="ask instead whether a scheduler listens in this run directory")
+    parser.add_argument("--rank", metavar="N", type=int, help="with --run-dir, ask whether the worker of this rank has loaded")
     parser.add_argument("--head", metavar="HOST:PORT", help="ask instead whether a scheduler listens there for ranks of other hosts")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.run_dir is not None:
-        listens = _scheduler_listens(args.run_dir, args.timeout)
-        print("SERVING" if listens else "NOT_SERVING")
-        return 0 if listens else 1
-    if args.head is not None:
-        listens = _head_listens(args.head, args.timeout)
-        print("SERVING" if listens else "NOT_SERVING")
-        return 0 if listens else 1
+    if args.rank is not None and args.run_dir is None:
+        print("pagecast status: rank needs run_dir", file=sys.stderr)
+        return 2
+    if args.run_dir is not None or args.head is not None:
+        serves = _serves(args)
+        print("SERVING" if serves else "NOT_SERVING")
+        return 0 if serves else 1
     with arguments.connect(args) as client:
         health = client.health(timeout=args.timeout)
         code = 0 if health == "SERVING" else 1
@@ -43,6 +45,22 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(_model_lines(model)))
         print("\n".join(_load_lines(load)))
     return code
+
+
+def _serves(args: argparse.Namespace) -> bool:
+    """One process of a cluster, not the whole."""
+    if args.run_dir is None:
+        return _head_listens(args.head, args.timeout)
+    return _scheduler_listens(args.run_dir, args.timeout) if args.rank is None else _has_loaded(args.run_dir, args.rank)
+
+
+def _has_loaded(run_dir: str, rank: int) -> bool:
+    """What the worker says of its start in its file."""
+    try:
+        progress = json.loads(Path(run_dir, f"worker-{rank}.progress").read_bytes())
+        return bool(progress["phase"] == "warm-up" and progress["done"] >= progress["total"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _scheduler_listens(run_dir: str, timeout: float) -> bool:

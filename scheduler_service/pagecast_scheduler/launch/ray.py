@@ -5,7 +5,6 @@ actor in the rank's bundle, passes on what the rank writes, and ends with the ra
 as ever. The actor keeps the rank as a process of its own, as pagecast starts it anywhere.
 """
 
-import ipaddress
 import os
 import signal
 import subprocess
@@ -13,8 +12,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from typing import Any, Final
 
+from pagecast_scheduler.launch import ray_door
 from pagecast_scheduler.launch.process import Lifeline, RoleSpec
 from pagecast_scheduler.launch.run_dir import LaunchError
 from pagecast_wire.lifeline import die_with_parent
@@ -26,10 +27,13 @@ _POLL_S: Final = 0.5
 
 
 class OverRay:
-    """The launcher. `held` connects to the cluster that RAY_ADDRESS names and keeps the placement group."""
+    """The launcher. `held` connects to the cluster that RAY_ADDRESS names, if that is none that anybody may use, and keeps the placement
+    group."""
 
     def __init__(self, ranks: int, device: str, head: str | None) -> None:
-        """Raises LaunchError: ray is not installed, no head, a cluster that anybody in its network may use."""
+        """Raises LaunchError: ray is not installed, no head."""
+        if find_spec("ray") is None:  # imported later: it reads how to authenticate once
+            raise LaunchError("the ray launcher needs the package ray; install it with: pip install 'pagecast[ray]'")
         if head is None:
             raise LaunchError("head is needed: the host:port where ranks of all hosts reach the scheduler")
         self._ranks, self._needs_gpu = ranks, device != "cpu"
@@ -45,32 +49,18 @@ class OverRay:
         return _placement(self._ranks, self._needs_gpu)
 
 
-def check_address(address: str, authenticated: bool) -> None:
-    """Raises LaunchError for a cluster on an address that others can reach and that asks nobody who they are: whoever reaches it runs
-    code on every host."""
-    host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback and not authenticated:
-        raise LaunchError(f"refusing the Ray cluster at {address}: it authenticates nobody; start it with RAY_AUTH_MODE=token")
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise LaunchError("the ray launcher needs the package ray; install it with: pip install 'pagecast[ray]'") from None
-    return ray
-
-
-def _connect() -> Any:
-    """Join the cluster as a driver. Raises LaunchError."""
-    ray, address = _ray(), os.environ.get(ADDRESS, "")
+def _address() -> str:
+    """Raises LaunchError."""
+    address = os.environ.get(ADDRESS, "")
     if not address:
         raise LaunchError(f"the ray launcher needs the address of a running cluster in {ADDRESS}")
-    check_address(address, os.environ.get("RAY_AUTH_MODE") == "token")
+    return address
+
+
+def _connect(address: str) -> Any:
+    """Join the cluster as a driver. Raises LaunchError."""
+    import ray
+
     try:
         ray.init(address, namespace="pagecast", log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -79,21 +69,33 @@ def _connect() -> Any:
 
 
 @contextmanager
-def _placement(ranks: int, needs_gpu: bool) -> Iterator[None]:
-    ray = _connect()
-    from ray.util import placement_group, remove_placement_group
-
-    name = f"pagecast-{os.getpid()}"
-    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if needs_gpu and ray.cluster_resources().get("GPU") else {})
-    group = placement_group([bundle] * ranks, strategy="PACK", name=name)
+def _joined(address: str) -> Iterator[Any]:
+    """As a driver of a cluster that lets in nobody but its own, or that nobody else reaches. Raises LaunchError."""
+    asks_for_token = ray_door.check(address)
+    ray = _connect(address)
     try:
-        if not group.wait(_PLACE_S):
-            raise LaunchError(f"the Ray cluster has no room for {ranks} ranks with {bundle} each")
-        os.environ[_GROUP] = name
-        yield
+        if not asks_for_token:
+            ray_door.check_hosts(address, [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]])
+        yield ray
     finally:
-        remove_placement_group(group)
         ray.shutdown()
+
+
+@contextmanager
+def _placement(ranks: int, needs_gpu: bool) -> Iterator[None]:
+    with _joined(ray_door.seen_by_ray(_address())) as ray:
+        from ray.util import placement_group, remove_placement_group
+
+        name = f"pagecast-{os.getpid()}"
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if needs_gpu and ray.cluster_resources().get("GPU") else {})
+        group = placement_group([bundle] * ranks, strategy="PACK", name=name)
+        try:
+            if not group.wait(_PLACE_S):
+                raise LaunchError(f"the Ray cluster has no room for {ranks} ranks with {bundle} each")
+            os.environ[_GROUP] = name
+            yield
+        finally:
+            remove_placement_group(group)
 
 
 class RankHolder:
@@ -139,7 +141,7 @@ def main(arguments: list[str]) -> int:
     die_with_parent()
     rank, argv = int(arguments[0]), arguments[1:]
     try:
-        ray = _connect()
+        ray = _connect(_address())
     except LaunchError as error:
         print(f"pagecast worker: {error}", file=sys.stderr)
         return error.exit_code
