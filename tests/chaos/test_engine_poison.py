@@ -1,6 +1,7 @@
 """A request that crashes every worker it meets is found and ended; its neighbours do not notice."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,10 @@ def test_poison_is_isolated_and_neighbours_are_exact(tmp_path: Path, worker: typ
             lives.append(worker(tmp_path))
             lives[-1].start()
             lives[-1].join()
+            while engine._group.is_open and not over.is_set():  # a process takes longer than that to start
+                time.sleep(0.005)
 
-    with engine_thread(tmp_path):
+    with engine_thread(tmp_path) as engine:
         supervisor = threading.Thread(target=supervise, daemon=True)
         supervisor.start()
         frontend = RigFrontend(tmp_path).wait_serving()

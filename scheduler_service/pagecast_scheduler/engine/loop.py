@@ -39,6 +39,9 @@ HOLD = 3 * SECOND
 DRAIN = 8 * SECOND
 """How long requests may go on after the process was asked to stop; then front ends take them to the next scheduler."""
 
+LAST_LOOKS, LAST_LOOK_MS = 5, 10
+"""How often, and for how long each time, to look for what a worker sent before it ended."""
+
 COLLECT_AFTER = 30 * SECOND
 """Idle time after which the garbage collector, otherwise off, is run once."""
 
@@ -191,11 +194,19 @@ class Engine:
 
     def _receive_deaths(self, ready: set[object], now: int) -> None:
         for fd in self._watched & ready:
+            if fd in self._group.pidfds:
+                self._hear_out(now)
             lost = self._group.exited(fd)
             if lost is not None:
                 self._epochs.lose(lost, now)
             else:
                 self._frontends.exited(fd, now)
+
+    def _hear_out(self, now: int) -> None:
+        """A worker has ended, and may have said why: its last words are on their way from one thread to the other."""
+        for _ in range(LAST_LOOKS):
+            if self._worker_router.socket.poll(LAST_LOOK_MS):
+                self._receive_workers(now)
 
     def _advance_epoch(self, now: int) -> None:
         """Make the core when the first group is complete, end the hold when it is time, open an epoch when one may open."""

@@ -49,6 +49,7 @@ class Rank:
     acked: int = 0
     resent: int = 0
     owed_step: int = 0  # a heartbeat has reported this step as completed while its result had not come
+    is_cut: bool = False  # its link is gone; what it sent before may still have to be read
 
 
 @dataclass
@@ -136,7 +137,7 @@ class WorkerGroup:
             return None
         present = self.ranks.get(hello.rank)
         if present is not None and present.hello.incarnation == hello.incarnation:
-            present.identity, present.heard = identity, now
+            present.identity, present.heard, present.is_cut = identity, now, False
             return None
         reason = worker_mismatch(hello, self.config, self._reference)
         if reason is not None:
@@ -324,8 +325,9 @@ class WorkerGroup:
     def _broadcast(self, data: bytes) -> Lost | None:
         for number, rank in self.ranks.items():
             delivery = self.router.send_bytes(rank.identity, data)
-            if delivery != "sent":
-                return Lost("its link is gone" if delivery == "gone" else "its link is full", number)
+            if delivery == "full":
+                return Lost("its link is full", number)
+            rank.is_cut |= delivery == "gone"
         return None
 
     def _resend(self, rank: Rank, after: int, now: int, with_start: bool = False) -> None:
@@ -373,10 +375,12 @@ class WorkerGroup:
             self.router.send(rank.identity, LogLevel(level))
 
     def check(self, now: int) -> Lost | None:
-        """Once in a while: a rank whose heartbeats stopped is lost."""
+        """Once in a while: a rank whose link is gone or whose heartbeats stopped is lost. By now a rank that could say why has said it."""
         self._asked.clear()
         limit = int(self.config.heartbeat_timeout_s * SECOND)
         for number, rank in self.ranks.items():
+            if rank.is_cut:
+                return Lost("its link is gone", number)
             if now - rank.heard > limit:
                 return Lost(f"no heartbeat for {(now - rank.heard) / SECOND:.1f} s", number)
         return None
