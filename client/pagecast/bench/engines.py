@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -38,6 +39,18 @@ def shifted(name: str, repetition: int, vocab_size: int, limit: int | None = Non
     return [([low + (token - low + 7919 * repetition) % span for token in prompt], count) for prompt, count in work]
 
 
+def named_values(items: Iterable[str]) -> dict[str, Any]:
+    """Options given as NAME=VALUE. A value is JSON, or else a name, such as a dtype's."""
+    found: dict[str, Any] = {}
+    for item in items:
+        key, _, value = item.partition("=")
+        try:
+            found[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            found[key.replace("-", "_")] = value
+    return found
+
+
 class Engine(Protocol):
     """Runs whole workloads. run returns seconds from the first submit to the last token, and the output tokens counted."""
 
@@ -57,13 +70,7 @@ class Pagecast:
         from pagecast.llm import LLM
 
         self._folder = tempfile.TemporaryDirectory(prefix="pagecast-bench-")
-        settings: dict[str, Any] = {"tensor_parallel_size": options.tensor_parallel_size}
-        for item in options.extra:
-            key, _, value = item.partition("=")
-            try:
-                settings[key.replace("-", "_")] = json.loads(value)
-            except ValueError:
-                settings[key.replace("-", "_")] = value  # a name, such as a dtype's
+        settings: dict[str, Any] = {"tensor_parallel_size": options.tensor_parallel_size} | named_values(options.extra)
         if options.shape in model_shapes.SHAPES:
             settings["random_weights"] = model_shapes.write(options.shape, self._folder.name)
             self.vocab_size = int(str(model_shapes.SHAPES[options.shape]["vocab_size"]))
