@@ -78,7 +78,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def learn(self, data):
         block = data.draw(st.sampled_from(sorted({block for chain in self.chains for block in chain})))
-        self.pool.set_content(block)
+        self.pool.set_content(np.array([block]))
         self.content.add(block)
 
     @precondition(lambda self: self.content)
@@ -111,7 +111,7 @@ def test_a_chain_is_given_up_from_its_tail():
     pool = BlockPool(5)
     chain, _ = pool.take(4)
     for block in chain.tolist():
-        pool.set_content(block)
+        pool.set_content(np.array([block]))
     pool.give_back(chain)
     assert [int(pool.take(1)[1][0]) for _ in range(4)] == chain.tolist()[::-1]
 

@@ -9,16 +9,11 @@ from pagecast_wire.codec import pack_u32, view_u32, view_u64
 from pagecast_wire.result import FLAG_BAD, FLAG_STOP, StepResult
 
 
-def u32(values):
-    return np.array(values, np.uint32)
-
-
 def test_results_taken_together_have_one_entry_per_sequence():
     outputs = Outputs()
-    outputs.add_tokens(1, key_of(1, 7), 0, 4, u32([10, 11]))
-    outputs.add_tokens(1, key_of(1, 3), 1, 0, u32([20]))
-    outputs.add_tokens(1, key_of(1, 7), 0, 6, u32([12]))
-    outputs.add_tokens(1, key_of(1, 3), 0, 9, u32([30]))
+    for key, sequence, offset, token in ((7, 0, 4, 10), (3, 1, 0, 20), (7, 0, 5, 11), (3, 0, 9, 30), (7, 0, 6, 12)):
+        outputs.add_token(1, key_of(1, key), sequence, offset, token)
+    outputs.num_steps = 3
     ((slot, batch),) = outputs.take(5)
     assert (slot, batch.step) == (1, 5)
     assert view_u64(batch.keys).tolist() == [key_of(1, 3), key_of(1, 3), key_of(1, 7)]
@@ -27,6 +22,29 @@ def test_results_taken_together_have_one_entry_per_sequence():
     assert view_u32(batch.counts).tolist() == [1, 1, 3]
     assert view_u32(batch.tokens).tolist() == [30, 20, 10, 11, 12]
     assert outputs.take(6) == []
+
+
+def test_a_single_step_is_told_as_it_is():
+    outputs = Outputs()
+    for key, offset, token in ((7, 4, 10), (3, 9, 30)):
+        outputs.add_token(2, key_of(2, key), 0, offset, token)
+    outputs.num_steps = 1
+    ((_, batch),) = outputs.take(5)
+    assert view_u64(batch.keys).tolist() == [key_of(2, 7), key_of(2, 3)]
+    assert view_u32(batch.offsets).tolist() == [4, 9] and view_u32(batch.counts).tolist() == [1, 1]
+    assert view_u32(batch.tokens).tolist() == [10, 30]
+    assert outputs.num_steps == 0
+
+
+def test_steps_of_one_cohort_are_stacked():
+    scheduler = prefilled(3)
+    for step, tokens in enumerate(([8, 6, 9], [18, 16, 19], [28, 26, 29]), start=1):
+        scheduler.plan_step(0)
+        scheduler.apply_result(StepResult(1, step, 0, pack_u32(tokens), bytes(3)), 0)
+    ((_, batch),) = scheduler.take_batches()
+    assert view_u64(batch.keys).tolist() == [1, 2, 3]
+    assert view_u32(batch.offsets).tolist() == [0, 0, 0] and view_u32(batch.counts).tolist() == [3, 3, 3]
+    assert view_u32(batch.tokens).tolist() == [8, 18, 28, 6, 16, 26, 9, 19, 29]
 
 
 def test_several_steps_between_two_takes():

@@ -210,7 +210,7 @@ def provisional_entry_kept_after_a_failed_step(patch: Patch) -> None:
         blocks, _ = pool.take(pool.num_free)
         for block, (digest, piece) in lost.items():
             if s.kv.cache.register(block, digest, piece, 0):
-                pool.set_content(block)
+                pool.set_content(np.array([block], np.int64))
         pool.give_back(blocks)
 
     patch(recovery, "fail_epoch", fail_epoch)

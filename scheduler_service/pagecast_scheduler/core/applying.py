@@ -34,6 +34,7 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
         raise ResultError(f"step {result.step}: {len(tokens)} tokens and {len(result.flags)} flags for {total} samples")
     s.in_flight.popleft()
     s.applied_step = result.step
+    s.outputs.num_steps += record.num_steps
     logprobs = read_logprobs(result) if result.logprob_rows else {}
     if record.telling:
         tell_prompts(s, record, result)
@@ -67,11 +68,17 @@ def _apply_one(
     if logprobs:
         emit_logprobs(s, cohort, live & usable, logprobs)
     chosen = live & usable
-    bad = np.flatnonzero(flags & FLAG_BAD)
-    stopped = cohort.rows[chosen & (flags & FLAG_STOP != 0)]
+    whole = cohort
     if not chosen.all():
         cohort, tokens = _narrow(s, cohort, chosen), tokens[chosen]
     _append(s, cohort, tokens)
+    if flags.any():
+        _apply_flags(s, record, whole.rows[chosen & (flags & FLAG_STOP != 0)], flags, now)
+
+
+def _apply_flags(s: State, record: InFlight, stopped: Index, flags: Flags, now: int) -> None:
+    """What the workers say of single rows, once their tokens are appended. stopped: rows whose token ends them."""
+    rows, bad = s.rows, np.flatnonzero(flags & FLAG_BAD)
     for row in stopped.tolist():
         seq = rows.owner(row)
         s.finish(seq, FinishReason.STOP, now, stop_token_id=int(rows.tokens[row, rows.num_tokens[row] - 1]))
@@ -137,17 +144,17 @@ def _apply_detached(
         seq = entry.seq
         if at in logprobs:
             s.outputs.add_logprobs(seq.request.slot, token_logprobs(seq, seq.num_output_tokens, logprobs[at]))
-        _append_detached(s, entry, tokens[at : at + 1])
+        _append_detached(s, entry, int(tokens[at]))
         if flags[at] & FLAG_STOP:
             s.finish(seq, FinishReason.STOP, now, stop_token_id=int(tokens[at]))
         elif entry.num_pending == 0:
             s.finish(seq, FinishReason.LENGTH, now)
 
 
-def _append_detached(s: State, entry: Detached, token: Tokens) -> None:
+def _append_detached(s: State, entry: Detached, token: int) -> None:
     seq = entry.seq
-    s.outputs.add_tokens(seq.request.slot, seq.request.key, seq.index, seq.num_output_tokens, token)
-    seq.tokens[seq.num_tokens] = token[0]
+    s.outputs.add_token(seq.request.slot, seq.request.key, seq.index, seq.num_output_tokens, token)
+    seq.tokens[seq.num_tokens] = token
     seq.num_tokens += 1
     entry.num_pending -= 1
     s.tenants.served[seq.request.tenant] += 1

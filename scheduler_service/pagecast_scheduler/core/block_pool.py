@@ -89,10 +89,10 @@ class BlockPool:
         for blocks in ended:
             self.give_back(blocks)
 
-    def set_content(self, block: int) -> None:
-        """The prefix cache knows what is in a referenced block."""
-        assert self.ref_count[block] > 0
-        self.has_content[block] = True
+    def set_content(self, blocks: Blocks) -> None:
+        """The prefix cache knows what is in these referenced blocks."""
+        assert (self.ref_count[blocks] > 0).all()
+        self.has_content[blocks] = True
 
     def drop_content(self, block: int) -> None:
         """The prefix cache forgot the block; an unreferenced one becomes clean."""

@@ -9,11 +9,12 @@ from pagecast_scheduler.core.estimates import Estimates
 from pagecast_scheduler.core.prefix_cache import HashChain
 from pagecast_scheduler.core.request import NEVER, Request, Sequence, slot_of
 from pagecast_scheduler.core.state import State
-from pagecast_wire.codec import WireError, view_u32
+from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import Priority, Rejected, RejectReason, Submit
 from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 
 _NAMESPACE_BYTES = 32
+_PRIORITIES = frozenset(Priority)
 _MAX_SEQUENCES = 1024  # front ends set the limit that callers see; this one keeps a broken one from filling the memory
 
 
@@ -26,32 +27,32 @@ def _malformed(s: State, submit: Submit) -> Rejected | None:
     key = submit.key
     if key in s.requests:
         return Rejected(key, RejectReason.DUPLICATE_KEY, "key")
-    try:
-        histories = [view_u32(column) for column in submit.history]
-        tokens = view_u32(submit.prompt)
-        view_u32(submit.stop.stop_token_ids)
-    except WireError:
+    stop, history = submit.stop, submit.history
+    if len(submit.prompt) % 4 or len(stop.stop_token_ids) % 4 or any(len(column) % 4 for column in history):
         return Rejected(key, RejectReason.INVALID, "prompt")
-    checks = {
-        "prompt": len(tokens) >= 1, "num_sequences": 1 <= submit.num_sequences <= _MAX_SEQUENCES,
-        "history": len(histories) in (0, submit.num_sequences), "max_output_tokens": submit.stop.max_output_tokens >= 1,
-        "min_output_tokens": 0 <= submit.stop.min_output_tokens <= submit.stop.max_output_tokens,
-        "sampling": _sampling_is_sound(submit.sampling),
-        "priority": submit.priority in tuple(Priority), "cache_namespace": len(submit.cache_namespace) == _NAMESPACE_BYTES,
-    }  # fmt: skip
-    wrong = [field for field, right in checks.items() if not right]
-    return Rejected(key, RejectReason.INVALID, wrong[0]) if wrong else None
+    checks = (
+        ("prompt", len(submit.prompt) > 0), ("num_sequences", 1 <= submit.num_sequences <= _MAX_SEQUENCES),
+        ("history", not history or len(history) == submit.num_sequences), ("max_output_tokens", stop.max_output_tokens >= 1),
+        ("min_output_tokens", 0 <= stop.min_output_tokens <= stop.max_output_tokens),
+        ("sampling", _sampling_is_sound(submit.sampling)), ("priority", submit.priority in _PRIORITIES),
+        ("cache_namespace", len(submit.cache_namespace) == _NAMESPACE_BYTES),
+    )  # fmt: skip
+    for field, right in checks:
+        if not right:
+            return Rejected(key, RejectReason.INVALID, field)
+    return None
 
 
 def _sampling_is_sound(sampling: SamplingParams) -> bool:
     """Whether workers can hold the rules for tokens: columns that belong together, numbers within the wire's limits."""
-    words = len(sampling.bad_word_lengths) // 4
+    if sampling.num_logprobs > MAX_LOGPROBS or sampling.num_prompt_logprobs > MAX_LOGPROBS or sampling.repetition_penalty <= 0:
+        return False
     columns = (sampling.logit_bias_ids, sampling.allowed_token_ids, sampling.bad_word_tokens, sampling.bad_word_lengths)
+    if not any(columns):
+        return not sampling.logit_bias_values
     if any(len(column) % 4 for column in columns) or len(sampling.logit_bias_ids) != len(sampling.logit_bias_values):
         return False
-    if max(sampling.num_logprobs, sampling.num_prompt_logprobs) > MAX_LOGPROBS or words > MAX_BAD_WORDS:
-        return False
-    if sampling.repetition_penalty <= 0:
+    if len(sampling.bad_word_lengths) // 4 > MAX_BAD_WORDS:
         return False
     lengths = view_u32(sampling.bad_word_lengths)
     in_range = ((lengths >= 1) & (lengths <= MAX_BAD_WORD_TOKENS)).all()

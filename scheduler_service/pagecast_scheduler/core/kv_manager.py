@@ -60,13 +60,14 @@ class KvManager:
         if not self.caching or last <= first:
             return
         chain.extend(tokens, last)
-        for index in range(first, last):
-            block = int(blocks[index])
-            if self.pool.has_content[block]:
-                continue
+        unknown = (~self.pool.has_content[blocks[first:last]]).nonzero()[0]
+        registered = []
+        for index, block in zip((unknown + first).tolist(), blocks[first:last][unknown].tolist(), strict=True):
             parent = chain.digests[index - 1] if index else chain.seed
             if self.cache.register(block, chain.digests[index], chain.pieces[index], step, parent):
-                self.pool.set_content(block)
+                registered.append(block)
+        if registered:
+            self.pool.set_content(np.array(registered, np.int64))
 
     def forget(self, blocks: Blocks) -> None:
         """Their content is bad: nobody may find them again."""

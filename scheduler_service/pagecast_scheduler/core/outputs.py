@@ -14,6 +14,9 @@ from pagecast_wire.intake import Finished, FrontendBatch, Progress, PromptLogpro
 Column = NDArray[np.uint32]
 
 
+_ONE = (1).to_bytes(4, "little")
+
+
 class Cohort:
     """A fixed set of sampling rows, ascending, with all of their columns that do not change from step to step.
 
@@ -39,8 +42,8 @@ class Cohort:
         for slot in distinct:
             chosen = None if len(distinct) == 1 else np.flatnonzero(slots == slot)
             members = rows if chosen is None else rows[chosen]
-            counts = pack_u32(self.ones[: len(members)])
-            self.parts.append((slot, chosen, pack_u64(state.key[members]), pack_u32(state.index[members]), counts))
+            keys, sequences = state.key[members].tobytes(), state.index[members].tobytes()
+            self.parts.append((slot, chosen, keys, sequences, _ONE * len(members)))
 
 
 def _distinct(values: Index) -> tuple[Index, Index]:
@@ -50,16 +53,19 @@ def _distinct(values: Index) -> tuple[Index, Index]:
     return np.unique(values, return_counts=True)
 
 
-_NO_TOKENS = (b"", b"", b"", b"", b"")
+Segment = tuple[bytes, bytes, bytes, bytes, bytes]
+"""Packed columns: keys, sequences, offsets, counts, tokens."""
+_NO_TOKENS: Segment = (b"", b"", b"", b"", b"")
 
 
 class _Pending:
-    """What one front end has not been told yet. segments: (keys, sequences, offsets, counts, tokens) as packed columns."""
+    """What one front end has not been told yet."""
 
-    __slots__ = ("finished", "logprobs", "progress", "prompt_logprobs", "segments")
+    __slots__ = ("finished", "logprobs", "loose", "progress", "prompt_logprobs", "segments")
 
     def __init__(self) -> None:
-        self.segments: list[tuple[bytes, bytes, bytes, bytes, bytes]] = []
+        self.segments: list[Segment] = []
+        self.loose: list[tuple[int, int, int, int]] = []  # single tokens: (key, sequence, offset, token)
         self.finished: list[Finished] = []
         self.progress: dict[int, Progress] = {}  # by key: only the latest counts
         self.logprobs: list[TokenLogprobs] = []
@@ -67,10 +73,12 @@ class _Pending:
 
 
 class Outputs:
-    """Pending output of every front end."""
+    """Pending output of every front end. num_steps: how many steps gave it, to be counted by who applies them: in one step no sequence
+    gets more than one token."""
 
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
+        self.num_steps = 0
 
     def add_step(self, cohort: Cohort, offsets: Column, tokens: Column) -> None:
         """One new token for every row of the cohort; offsets: its output offset."""
@@ -79,10 +87,9 @@ class Outputs:
             new = tokens if chosen is None else tokens[chosen]
             self._of(slot).segments.append((keys, sequences, at.tobytes(), counts, new.tobytes()))
 
-    def add_tokens(self, slot: int, key: int, sequence: int, offset: int, tokens: Column) -> None:
-        """New tokens of one sequence."""
-        columns = (pack_u64([key]), pack_u32([sequence]), pack_u32([offset]), pack_u32([len(tokens)]), pack_u32(tokens))
-        self._of(slot).segments.append(columns)
+    def add_token(self, slot: int, key: int, sequence: int, offset: int, token: int) -> None:
+        """A new token of one sequence."""
+        self._of(slot).loose.append((key, sequence, offset, token))
 
     def add_finished(self, slot: int, finished: Finished) -> None:
         pending = self._of(slot)
@@ -104,7 +111,8 @@ class Outputs:
     def take(self, step: int) -> list[tuple[int, FrontendBatch]]:
         """Everything pending, one batch per front end."""
         taken, self._pending = self._pending, {}
-        return [(slot, _batch(step, pending)) for slot, pending in taken.items()]
+        is_one_step, self.num_steps = self.num_steps == 1, 0
+        return [(slot, _batch(step, pending, is_one_step)) for slot, pending in taken.items()]
 
     def _of(self, slot: int) -> _Pending:
         pending = self._pending.get(slot)
@@ -113,10 +121,13 @@ class Outputs:
         return pending
 
 
-def _batch(step: int, pending: _Pending) -> FrontendBatch:
-    columns = _NO_TOKENS
-    if pending.segments:
-        columns = pending.segments[0] if len(pending.segments) == 1 else _merge(pending.segments)
+def _batch(step: int, pending: _Pending, is_one_step: bool) -> FrontendBatch:
+    segments = [*pending.segments, _packed(pending.loose)] if pending.loose else pending.segments
+    columns = segments[0] if len(segments) == 1 else _NO_TOKENS
+    if len(segments) > 1:
+        columns = _joined(segments) if is_one_step else _stacked(segments) or _merge(segments)
+    elif pending.loose and not is_one_step:
+        columns = _merge(segments)
     if not (pending.finished or pending.progress or pending.logprobs or pending.prompt_logprobs):
         return FrontendBatch(step, *columns)
     return FrontendBatch(
@@ -125,9 +136,33 @@ def _batch(step: int, pending: _Pending) -> FrontendBatch:
     )  # fmt: skip
 
 
-def _merge(segments: list[tuple[bytes, bytes, bytes, bytes, bytes]]) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+def _packed(loose: list[tuple[int, int, int, int]]) -> Segment:
+    """Single tokens as a segment with an entry for each."""
+    keys, sequences, offsets, tokens = zip(*loose, strict=True)
+    return pack_u64(keys), pack_u32(sequences), pack_u32(offsets), _ONE * len(loose), pack_u32(tokens)
+
+
+def _joined(segments: list[Segment]) -> Segment:
+    """Segments one after the other."""
+    keys, sequences, offsets, counts, tokens = (b"".join(column) for column in zip(*segments, strict=True))
+    return keys, sequences, offsets, counts, tokens
+
+
+def _stacked(segments: list[Segment]) -> Segment | None:
+    """Steps of one and the same cohort as a segment; None if they are not."""
+    keys, sequences, offsets, counts, _ = segments[0]
+    if any(segment[0] != keys or segment[1] != sequences or segment[3] != counts for segment in segments):
+        return None
+    width, num_steps = len(sequences) // 4, len(segments)
+    if counts != _ONE * width:
+        return None
+    tokens = np.frombuffer(b"".join(segment[4] for segment in segments), "<u4").reshape(num_steps, width)
+    return keys, sequences, offsets, num_steps.to_bytes(4, "little") * width, tokens.T.tobytes()
+
+
+def _merge(segments: list[Segment]) -> Segment:
     """Several segments as one in which every sequence has a single entry with all its tokens in order."""
-    joined = [b"".join(column) for column in zip(*segments, strict=True)]
+    joined = _joined(segments)
     keys = np.frombuffer(joined[0], "<u8")
     sequences, offsets, counts, tokens = (np.frombuffer(column, "<u4") for column in joined[1:])
     each_key, each_sequence = np.repeat(keys, counts), np.repeat(sequences, counts)

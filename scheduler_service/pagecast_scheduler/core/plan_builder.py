@@ -64,7 +64,8 @@ def admission(seq: Sequence, blocks: Index, num_computed: int) -> Admission:
     """The wire form of a sequence entering its row."""
     request = seq.request
     return Admission(
-        row=seq.row, tokens=pack_u32(seq.tokens[: seq.num_tokens]), num_prompt_tokens=request.num_prompt_tokens, blocks=pack_u32(blocks),
+        row=seq.row, tokens=seq.tokens[: seq.num_tokens].astype("<u4", copy=False).tobytes(),
+        num_prompt_tokens=request.num_prompt_tokens, blocks=blocks.astype("<u4").tobytes(),
         num_computed_tokens=num_computed, max_tokens=request.max_tokens, min_tokens=request.min_tokens,
         stop_token_ids=request.submit.stop.stop_token_ids, sampling=request.sampling, sequence=seq.index,
     )  # fmt: skip

@@ -63,24 +63,29 @@ def admit_waiting(s: State, draft: PlanDraft, budget: int, now: int) -> None:
     smaller ones."""
     blocked: list[Sequence] = []
     isolating = s.isolating()
+    reserved = _reserved(s)
     while budget > 0 and len(blocked) < s.config.max_pass_candidates:
-        if not s.rows.num_free and not (len(s.queue) and take_from_paused(s, now)):
-            break
+        if not s.rows.num_free:
+            if not (len(s.queue) and take_from_paused(s, now)):
+                break
+            reserved = _reserved(s)
         seq = _next_alone(s) if isolating else s.queue.take(now)
         if seq is None:
             break
         if _hopeless(s, seq, now):
             s.finish(seq, FinishReason.DEADLINE_EXCEEDED, now)
             continue
-        hits = _hits(s, seq)
+        hits = _hits(s, seq, reserved)
         while hits is None and take_from_paused(s, now):
-            hits = _hits(s, seq)
+            reserved = _reserved(s)
+            hits = _hits(s, seq, reserved)
         if hits is None:
             blocked.append(seq)
             if isolating or seq.passes >= s.config.max_head_passes:
                 break
             continue
         budget -= _admit(s, draft, seq, hits, budget, now)
+        reserved += _still_needed(s, seq.row)
         for passed in blocked:
             passed.passes += 1
         if any(passed.passes >= s.config.max_head_passes for passed in blocked):
@@ -108,13 +113,19 @@ def _hopeless(s: State, seq: Sequence, now: int) -> bool:
     return policy.cannot_finish(least, request.deadline - now, s.config.estimate_percent)
 
 
-def _hits(s: State, seq: Sequence) -> Blocks | None:
-    """Shared blocks for a sequence that fits now; None if it does not fit."""
-    cache, pool, rows = s.kv.cache, s.kv.pool, s.rows
-    reserved = sum(
-        max(0, s.kv.blocks_for(int(rows.num_tokens[row])) - int(s.kv.table.num_blocks[row])) for row in rows.prefilling
-    )  # fmt: skip
-    free, active = pool.num_free, rows.num_active
+def _reserved(s: State) -> int:
+    """Blocks that running prefills still need."""
+    return sum(_still_needed(s, row) for row in s.rows.prefilling)
+
+
+def _still_needed(s: State, row: int) -> int:
+    return max(0, s.kv.blocks_for(int(s.rows.num_tokens[row])) - int(s.kv.table.num_blocks[row]))
+
+
+def _hits(s: State, seq: Sequence, reserved: int) -> Blocks | None:
+    """Shared blocks for a sequence that fits now, beside those that running prefills still need; None if it does not fit."""
+    cache, pool = s.kv.cache, s.kv.pool
+    free, active = pool.num_free, s.rows.num_active
     lacking, changes = seq.blocked
     if changes == cache.num_changes and not policy.admission_fits(lacking, free, reserved, active):
         return None

@@ -5,6 +5,7 @@ on every hit all the same: a collision, or a bug here, may cost a recompute but 
 what is in them.
 """
 
+from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
@@ -16,6 +17,12 @@ b"") of one that is no longer, and CLEARED."""
 CLEARED: Change = (b"", b"", b"")
 
 
+@lru_cache(maxsize=4096)
+def _seed(namespace: bytes) -> bytes:
+    """What the chains of a namespace begin with."""
+    return sha256(b"pagecast-prefix\0" + namespace).digest()
+
+
 class HashChain:
     """Digests of the full blocks of one growing token list, computed once and only as far as asked.
 
@@ -25,7 +32,7 @@ class HashChain:
     __slots__ = ("_block_size", "digests", "pieces", "seed")
 
     def __init__(self, namespace: bytes, block_size: int) -> None:
-        self.seed = sha256(b"pagecast-prefix\0" + namespace).digest()
+        self.seed = _seed(namespace)
         self._block_size = block_size
         self.digests: list[bytes] = []
         self.pieces: list[bytes] = []

@@ -43,8 +43,8 @@ class Rows:
         self.decoding = np.zeros(num_rows, np.bool_)
         self.paused = np.zeros(num_rows, np.bool_)
         self.generation = column()
-        self.key = np.zeros(num_rows, np.uint64)
-        self.index = np.zeros(num_rows, np.uint32)
+        self.key = np.zeros(num_rows, np.dtype("<u8"))  # as the wire has it
+        self.index = np.zeros(num_rows, np.dtype("<u4"))
         self.slot = column()
         self.tenant = column()
         self.owners: list[Sequence | None] = [None] * num_rows

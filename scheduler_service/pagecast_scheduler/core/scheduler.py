@@ -230,7 +230,9 @@ class Scheduler:
     def _end_if_complete(self, seq: Sequence, now: int) -> None:
         """A history may hold the whole output: the scheduler was lost before it could say so."""
         request = seq.request
-        last = int(seq.tokens[seq.num_tokens - 1]) if seq.num_output_tokens else -1
+        if not seq.num_output_tokens:
+            return
+        last = int(seq.tokens[seq.num_tokens - 1])
         if last in view_u32(request.submit.stop.stop_token_ids):
             self.state.finish(seq, FinishReason.STOP, now, stop_token_id=last)
         elif seq.num_tokens >= request.max_tokens:

@@ -128,7 +128,8 @@ class State:
             self.kv.publish(blocks, seq.chain, seq.tokens, 0, min(full, len(blocks)), 0)
 
     def leave_row(self, seq: Sequence, keep_content: bool = True) -> Blocks:
-        """Copy the sequence's applied tokens out of its row and free the row. Its blocks go to the caller."""
+        """Copy the sequence's applied tokens out of its row and free the row. Its blocks go to the caller, findable by their content if
+        that is to be kept."""
         row = seq.row
         computed, known = self.rows.computed(row), seq.num_tokens
         # Chunks were counted as they were planned. A decode is computed again if it was in flight when the row was last taken away.
@@ -164,7 +165,7 @@ class State:
         tokens = np.empty(seq.request.max_tokens, np.uint32)
         tokens[: seq.num_tokens] = seq.tokens[: seq.num_tokens]
         seq.tokens = tokens
-        blocks = self.leave_row(seq)
+        blocks = self.leave_row(seq, keep_content=False)  # `finish` publishes all of them when the results are in
         self.detached[key] = Detached(seq, pending, blocks)
         seq.detached = key
 
