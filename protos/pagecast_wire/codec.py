@@ -6,6 +6,8 @@ one wheel).
 """
 
 import hashlib
+import sys
+from array import array
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -27,6 +29,7 @@ _DIRECTIONS: dict[str, Any] = {
     "to_worker": plan.ToWorker,
     "from_worker": result.FromWorker,
 }
+_IS_LITTLE = sys.byteorder == "little" and array("I").itemsize == 4
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -55,7 +58,9 @@ def decode(data: bytes | memoryview, direction: str) -> Any:
 
 
 def pack_u32(values: Any) -> bytes:
-    """Little-endian u32 column of a sequence or array of integers."""
+    """Little-endian u32 column of a sequence or array of integers. Raises OverflowError for one that does not fit."""
+    if isinstance(values, list):  # the array module is several times faster on short lists
+        return array("I", values).tobytes() if _IS_LITTLE else np.array(values, "<u4").tobytes()
     return np.ascontiguousarray(values, dtype="<u4").tobytes()
 
 

@@ -2,7 +2,8 @@
 
 A front end dials in with `FrontendHello` and gets `FrontendWelcome` with a `slot`. It names its requests by integer keys
 `slot << KEY_BITS | counter`, so a key is unique in the cluster and the scheduler needs no table to route an answer.
-After every step that concerns it a front end gets exactly one `FrontendBatch`.
+After every step that concerns it a front end gets exactly one `FrontendBatch`. A front end may send several messages as the parts of one
+ZeroMQ message; they count as if they had come one after the other.
 """
 
 from enum import IntEnum

@@ -196,7 +196,7 @@ def _garbage() -> list[list[bytes]]:
         [msgspec.msgpack.encode({"type": "abort", "keys": [1], "extra": 1})],
         [msgspec.msgpack.encode({"type": "no such message"})],
         [msgspec.msgpack.encode({"type": "worker_hello", "wire_version": "x", "wire_digest": 5})],
-        [good, good], [b"", good], [b"\xdf\xff\xff\xff\xff"],
+        [good, b"\xc1"], [b"", good], [b"\xdf\xff\xff\xff\xff"],
     ]  # fmt: skip
 
 

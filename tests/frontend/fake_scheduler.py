@@ -58,26 +58,29 @@ class FakeScheduler:
 
     async def _receive(self) -> None:
         while True:
-            identity, data = await self._socket.recv_multipart()
-            message = decode(data, "from_frontend")
-            if isinstance(message, FrontendHello):
-                assert (message.wire_version, message.wire_digest) == (WIRE_VERSION, WIRE_DIGEST)
-                self.identity = identity
-                self.hellos.append(message)
-                slot = message.slot if message.slot > 0 else 1
-                await self.send(FrontendWelcome(slot, self.incarnation, self._model, self._limits))
-                await self.send_status()
-            elif self.identity != identity:
-                await self._socket.send_multipart([identity, encode(HelloWanted(self.incarnation))])
-            elif isinstance(message, FrontendPing):
-                await self.send_status()
-            elif isinstance(message, Audit | ListRequests | ResetPrefixCache | SetDrain):
-                await self.send(NotNow(message.ticket))
-            elif isinstance(message, WatchCache):
-                await self.send(CacheEvents(message.ticket, 1, 0, is_snapshot=True))
-            else:
-                self.received.append(message)
+            identity, *parts = await self._socket.recv_multipart()
+            for data in parts:
+                await self._take(identity, decode(data, "from_frontend"))
             self._news.set()
+
+    async def _take(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, FrontendHello):
+            assert (message.wire_version, message.wire_digest) == (WIRE_VERSION, WIRE_DIGEST)
+            self.identity = identity
+            self.hellos.append(message)
+            slot = message.slot if message.slot > 0 else 1
+            await self.send(FrontendWelcome(slot, self.incarnation, self._model, self._limits))
+            await self.send_status()
+        elif self.identity != identity:
+            await self._socket.send_multipart([identity, encode(HelloWanted(self.incarnation))])
+        elif isinstance(message, FrontendPing):
+            await self.send_status()
+        elif isinstance(message, Audit | ListRequests | ResetPrefixCache | SetDrain):
+            await self.send(NotNow(message.ticket))
+        elif isinstance(message, WatchCache):
+            await self.send(CacheEvents(message.ticket, 1, 0, is_snapshot=True))
+        else:
+            self.received.append(message)
 
     async def send(self, message: msgspec.Struct) -> None:
         assert self.identity is not None

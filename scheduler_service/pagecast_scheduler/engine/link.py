@@ -68,27 +68,28 @@ class Router:
         self.bytes_received = self.bytes_sent = 0  # of messages, without ZeroMQ's frames
 
     def receive(self) -> Iterator[tuple[bytes, Any]]:
-        """Up to MAX_DRAIN waiting messages as (identity, struct or ForeignHello), without waiting."""
+        """What the waiting messages hold, up to MAX_DRAIN of them, as (identity, struct or ForeignHello), without waiting. A peer may
+        send several structs as the parts of one message."""
         for _ in range(MAX_DRAIN):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self.num_received += 1
-            self.bytes_received += len(frames[-1])
-            message = self._decode(frames)
-            if message is None:
-                self.num_dropped += 1
-            else:
-                yield frames[0], message
+            self.num_dropped += not parts
+            for data in parts:
+                self.bytes_received += len(data)
+                message = self._decode(data)
+                if message is None:
+                    self.num_dropped += 1
+                else:
+                    yield identity, message
 
-    def _decode(self, frames: list[bytes]) -> Any:
-        if len(frames) != 2:
-            return None
+    def _decode(self, data: bytes) -> Any:
         try:
-            return codec.decode(frames[1], self._direction)
+            return codec.decode(data, self._direction)
         except codec.WireError:
-            return _foreign_hello(frames[1])
+            return _foreign_hello(data)
 
     def send(self, identity: bytes, message: msgspec.Struct) -> Delivery:
         """Encode and hand over to the socket, without waiting."""

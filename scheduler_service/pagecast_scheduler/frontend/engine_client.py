@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -64,6 +65,8 @@ ANSWER_S = 10.0
 """The scheduler answers a question between two steps; after so long it counts as busy with something worse."""
 LOST_AFTER_S = 60.0
 """Open streams wait so long for a scheduler to come back."""
+MAX_PARTS = 256
+"""Messages to the scheduler that leave as one."""
 MAX_READS = 64
 """Messages taken from the socket before other work gets its turn."""
 
@@ -93,6 +96,7 @@ class EngineClient:
         self._last_heard = float("-inf")
         self._last_ping = float("-inf")
         self._outbox: deque[bytes] = deque()
+        self._is_flush_due = False
         self._quotas = Quotas()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -148,13 +152,9 @@ class EngineClient:
         """Sends what only a scheduler that is there now may get. Raises Refusal."""
         if self.welcome is None:
             raise Refusal(Reason.STARTING)
-        if not self.is_connected:
+        if not self.is_connected or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
             raise Refusal(Reason.RECOVERING)
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise Refusal(Reason.RECOVERING) from None
-        self._read_soon()
+        self.send(message)
 
     def finish(self, stream: RequestStream) -> None:
         """The call is over, however it ended: one word to the scheduler, unless that has ended the request."""
@@ -206,16 +206,12 @@ class EngineClient:
             self.send(UnwatchCache(watch.ticket))
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends, or keeps for later while the scheduler is slow; while it is gone a resubmission will say it instead."""
-        data = encode(message)
-        if self._outbox:
-            self._outbox.append(data)
-            return
-        try:
-            self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            self._outbox.append(data)
-        self._read_soon()
+        """Sends, together with what else is said in this turn of the loop; keeps it for later while the scheduler is slow. While it is
+        gone a resubmission will say it instead."""
+        self._outbox.append(encode(message))
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
 
     def fail_all(self, reason: Reason) -> None:
         """Ends every open call."""
@@ -389,13 +385,18 @@ class EngineClient:
         self.send(Ready())
         log.info("scheduler joined", slot=welcome.slot, scheduler=welcome.scheduler_incarnation, resubmitted=len(self._live))
 
-    def _flush_outbox(self) -> None:
-        while self._outbox:
+    def _flush(self) -> None:
+        """Sends what is kept, many messages as the parts of one: each message by itself would wake the scheduler, and ZeroMQ's thread."""
+        self._is_flush_due = False
+        while self._outbox and not self._socket.closed:
+            parts = list(islice(self._outbox, MAX_PARTS))
             try:
-                self._socket.send(self._outbox[0], zmq.NOBLOCK)
+                self._socket.send_multipart(parts, zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._outbox.popleft()
+            for _ in parts:
+                self._outbox.popleft()
+            self._read_soon()
 
     def _tick(self) -> None:
         """Four times a second: pings, waiting messages, quiet streams, stuck readers, a scheduler that has gone silent."""
@@ -403,7 +404,7 @@ class EngineClient:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         if self._hello_due:
             self._hello()
-        self._flush_outbox()
+        self._flush()
         if now - self._last_ping >= PING_S and not self._hello_due:
             self._last_ping = now  # also before the welcome: a scheduler restarted meanwhile then asks for our hello
             try:

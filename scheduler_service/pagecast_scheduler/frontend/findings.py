@@ -3,8 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 
 MAX_FIELD_ECHO = 64
@@ -39,9 +37,9 @@ class Findings(list[Violation]):
 
     def token_ids(self, path: str, ids: Sequence[int], vocab_size: int) -> None:
         """Names the first id outside the vocabulary."""
-        bad = np.flatnonzero(np.asarray(ids, dtype=np.int64) >= vocab_size)
-        if bad.size:
-            self.add(f"{path}[{int(bad[0])}]", f"must be below the vocabulary size {vocab_size}, not {ids[int(bad[0])]}")
+        if ids and max(ids) >= vocab_size:
+            at, token_id = next((at, token_id) for at, token_id in enumerate(ids) if token_id >= vocab_size)
+            self.add(f"{path}[{at}]", f"must be below the vocabulary size {vocab_size}, not {token_id}")
 
     def repeated(self, path: str, ids: Sequence[int], suffix: str = "") -> None:
         """Names the first id that came before."""

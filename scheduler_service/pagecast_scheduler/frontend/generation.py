@@ -1,7 +1,6 @@
 """GenerationService: from a request to a submitted stream, and from a stream to an answer."""
 
 import asyncio
-import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -78,7 +77,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> pb.GenerateResponse:
         """The whole result in one answer."""
-        prepared = await self._prepare(request.spec, context)
+        prepared = await self._prepare(request.spec, context, False)
         check_answer_size(prepared.spec, prepared.num_prompt_tokens, self._state.limits())
         stream = self._open(prepared, False, Delivery())
         try:
@@ -99,7 +98,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Events as they come; errors end the call and tell how far it got."""
         delivery = check_delivery(request.delivery, self._state.limits(), self._state.config.max_detach_grace_s)
-        prepared = await self._prepare(request.spec, context)
+        prepared = await self._prepare(request.spec, context, True)
         await self._answer(self._open(prepared, True, delivery), pb.GenerateStreamResponse, context)
 
     async def ResumeStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
@@ -174,12 +173,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _open(self, prepared: PreparedRequest, is_streaming: bool, delivery: Delivery) -> RequestStream:
         """Submits. From here to the handler's `finally` there is no await, so an opened stream is always finished."""
-        submit = prepared.submit
-        submit = msgspec.structs.replace(submit, identity=msgspec.structs.replace(submit.identity, keep=is_streaming))
-        prepared = dataclasses.replace(prepared, submit=submit)
         sequences = output_sequences(prepared, self._state.prompts.tokenizer)
         stream = RequestStream(prepared, sequences, self._engine.send, is_streaming, delivery)
-        self._engine.open(stream, submit)
+        self._engine.open(stream, prepared.submit)
         return stream
 
     def _rebuild(self, stream: RequestStream, attached: Attached) -> None:
@@ -197,8 +193,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             is_done=stream.is_done, elapsed_ms=round(1000 * (time.monotonic() - stream.started)),
         )  # fmt: skip
 
-    async def _prepare(self, spec: Any, context: Any) -> PreparedRequest:
-        """Checks and tokenizes. Raises Refusal."""
+    async def _prepare(self, spec: Any, context: Any, keep: bool) -> PreparedRequest:
+        """Checks and tokenizes. keep: others may read the request too, and for a while after its end. Raises Refusal."""
         state = self._state
         if state.is_draining:
             raise Refusal(Reason.DRAINING)
@@ -210,15 +206,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         checked = check_spec(spec, state.prompts.tokenizer.defaults, secrets.randbits(64), limits)
         call = call_context.current()
         allow_model(call.principal, state.model_name)
-        checked = dataclasses.replace(checked, priority=priority_of(spec, checked, call))
+        priority = priority_of(spec, checked, call)
+        if priority != checked.priority:
+            checked = msgspec.structs.replace(checked, priority=priority)
         request_id = call.request_id = spec.request_id or call.request_id or secrets.token_hex(16)
         checked, prompt, answer = await self._tokens_of(spec, checked, limits)
         max_output_tokens = check_lengths(checked, prompt, limits)
-        submit = self._submit(checked, prompt, max_output_tokens, deadline, call.principal)
         welcome = state.engine.welcome
         digest = welcome.model.digest if welcome is not None else ""
         view = pack(state.model_name, digest, checked, answer)
-        submit = msgspec.structs.replace(submit, identity=Identity(call.principal.name, request_id, digest_of(spec), view, spec.attach))
+        identity = Identity(call.principal.name, request_id, digest_of(spec), view, spec.attach, keep)
+        submit = self._submit(checked, prompt, max_output_tokens, deadline, call.principal, identity)
         return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline, call.principal, answer)
 
     async def _tokens_of(self, spec: Any, checked: CheckedSpec, limits: Limits) -> tuple[CheckedSpec, Sequence[int], AnswerPlan]:
@@ -229,7 +227,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prompt, rendered = await state.prompts.prompt_ids(spec, limits)
         template = state.prompts.tokenizer.chat_template
         answer = plan_answer(spec, checked.parse_reasoning, checked.parse_tool_calls, template, rendered)
-        return dataclasses.replace(checked, sampling=msgspec.structs.replace(sampling, constraint=constraint)), prompt, answer
+        if constraint is not None:
+            sampling = msgspec.structs.replace(sampling, constraint=constraint)
+        return checked if sampling is checked.sampling else msgspec.structs.replace(checked, sampling=sampling), prompt, answer
 
     def _own_ends(self, checked: CheckedSpec) -> Sequence[int]:
         """End tokens of the model that end this request. Under a constraint they are what says that it is complete."""
@@ -239,6 +239,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _with_bad_words(self, checked: CheckedSpec, limits: Limits) -> SamplingParams:
         """Sampling values with the bad words as tokens. Raises Refusal where the rules leave no first token."""
+        if not (checked.bad_words or checked.bad_token_sequences or checked.sampling.allowed_token_ids):
+            return checked.sampling
         ways = [self._state.prompts.ways_to_write(word) for word in checked.bad_words]
         sampling = with_bad_words(checked.sampling, ways, [list(ids) for ids in checked.bad_token_sequences], limits)
         sequences = [*checked.bad_token_sequences, *(ids for way in ways for ids in way)]
@@ -249,11 +251,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return sampling
 
     def _submit(
-        self, checked: CheckedSpec, prompt: Sequence[int], max_output_tokens: int, deadline: float | None, principal: Principal
+        self, checked: CheckedSpec, prompt: Sequence[int], max_output_tokens: int, deadline: float | None, principal: Principal,
+        identity: Identity,
     ) -> Submit:
         """The wire message of a request, without its key."""
         welcome = self._engine.welcome
         assert welcome is not None
+        ends = self._own_ends(checked)
         deadline_ms = -1 if deadline is None else max(0, min(MAX_DEADLINE_MS, int((deadline - time.monotonic()) * 1000)))
         return Submit(
             key=0,
@@ -262,7 +266,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             stop=StopRules(
                 max_output_tokens=max_output_tokens,
                 min_output_tokens=checked.min_output_tokens,
-                stop_token_ids=pack_u32(sorted({*self._own_ends(checked), *checked.stop_token_ids})),
+                stop_token_ids=pack_u32(sorted({*ends, *checked.stop_token_ids})) if ends or checked.stop_token_ids else b"",
             ),
             cache_namespace=derive(self._state.namespace_key, principal.name, welcome.model.digest, NO_ADAPTER, checked.cache_scope),
             tenant=principal.tenant,
@@ -272,6 +276,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             time_budget_ms=checked.time_budget_ms,
             max_queue_ms=checked.max_queue_ms,
             bypass_prefix_cache=checked.bypass_prefix_cache or checked.sampling.num_prompt_logprobs >= 0,
+            identity=identity,
         )
 
     def _with_progress(self, stream: RequestStream, writer: EventWriter) -> Refusal:

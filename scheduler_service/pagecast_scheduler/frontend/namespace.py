@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from functools import lru_cache
 from pathlib import Path
 
 KEY_BYTES = 32
@@ -29,6 +30,7 @@ def load_key(run_dir: Path) -> bytes:
     return path.read_bytes()
 
 
+@lru_cache(maxsize=4096)
 def derive(key: bytes, principal: str, model_digest: str, adapter: str, scope: str) -> bytes:
     """32 bytes. Each part is preceded by its length, so that no two different lists of parts give the same input."""
     parts = [part.encode() for part in (principal, model_digest, adapter, scope)]

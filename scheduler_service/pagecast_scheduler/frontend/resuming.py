@@ -19,7 +19,7 @@ from pagecast_scheduler.frontend.validation import CheckedSpec
 from pagecast_wire.control import Attach, Attached
 
 
-class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class View(msgspec.Struct, frozen=True, array_like=True):
     """What a front end must know besides the Submit. All front ends of a cluster are of one build."""
 
     model: str
@@ -60,10 +60,12 @@ def unpack(attached: Attached, deadline: float | None, principal: Principal) -> 
 
 def digest_of(spec: Any) -> bytes:
     """SHA-256 over what a GenerationSpec asks for: equal for a retry, whatever its request_id and its wish to attach."""
-    asked = type(spec)()
-    asked.CopyFrom(spec)
-    asked.ClearField("request_id")
-    asked.ClearField("attach")
+    asked = spec
+    if spec.request_id or spec.attach:
+        asked = type(spec)()
+        asked.CopyFrom(spec)
+        asked.ClearField("request_id")
+        asked.ClearField("attach")
     return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
 
 

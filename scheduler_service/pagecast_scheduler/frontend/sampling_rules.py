@@ -45,15 +45,17 @@ def sampling_of(options: Any, defaults: SamplingDefaults, seed: int, limits: Lim
     found.number(f"{_PATH}.min_p", min_p, 0.0, 1.0)
     if 0 < temperature < GREEDY_BELOW:
         temperature = 0.0
-    _check_biases(options, limits, found)
+    biases = options.logit_bias
+    if biases:
+        _check_biases(biases, limits, found)
     return SamplingParams(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         seed=optional(options, "seed", seed),
-        logit_bias_ids=pack_u32([b.token_id for b in options.logit_bias]),
-        logit_bias_values=np.array([b.bias for b in options.logit_bias], dtype="<f4").tobytes(),
+        logit_bias_ids=pack_u32([b.token_id for b in biases]) if biases else b"",
+        logit_bias_values=np.array([b.bias for b in biases], dtype="<f4").tobytes() if biases else b"",
         allowed_token_ids=_allowed(options, limits, found),
         **_penalties(options, defaults, limits, found),
     )
@@ -71,8 +73,8 @@ def _penalties(options: Any, defaults: SamplingDefaults, limits: Limits, found: 
     return values
 
 
-def _check_biases(options: Any, limits: Limits, found: Findings) -> None:
-    biases, path = options.logit_bias, f"{_PATH}.logit_bias"
+def _check_biases(biases: Any, limits: Limits, found: Findings) -> None:
+    path = f"{_PATH}.logit_bias"
     if not found.count(path, len(biases), 0, limits.max_logit_bias_tokens, "tokens"):
         return
     for at, bias in enumerate(biases):

@@ -9,7 +9,7 @@ from pagecast_scheduler.frontend.engine_client import EngineClient
 from pagecast_scheduler.frontend.errors import Reason, Refusal, model_unknown
 from pagecast_scheduler.frontend.limits import Limits, limits_of
 from pagecast_scheduler.frontend.prompts import PromptMaker
-from pagecast_wire.intake import ServingState
+from pagecast_wire.intake import FrontendWelcome, ServingState
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class ServiceState:
     constraints: ConstraintChecker = field(default_factory=ConstraintChecker)
     is_announcing_end: bool = False  # health says NOT_SERVING, requests are still taken
     is_draining: bool = False  # requests are refused
+    _limits: tuple[FrontendWelcome, FrontendConfig, Limits] | None = field(default=None, init=False)  # of this welcome and configuration
     ending: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end of their own end now
 
     @property
@@ -41,7 +42,10 @@ class ServiceState:
         welcome = self.engine.welcome
         if welcome is None:
             raise Refusal(Reason.STARTING)
-        return limits_of(welcome.model, welcome.limits, self.config.max_message_bytes)
+        known = self._limits
+        if known is None or known[0] is not welcome or known[1] is not self.config:
+            known = self._limits = (welcome, self.config, limits_of(welcome.model, welcome.limits, self.config.max_message_bytes))
+        return known[2]
 
     def check_model(self, name: str) -> None:
         """Raises Refusal unless the name is empty or that of the served model, or while the engine is unknown."""

@@ -5,7 +5,6 @@ What needs the prompt's length is checked by `check_lengths`, after tokenization
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,8 +36,7 @@ _PRIORITIES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedSpec:
+class CheckedSpec(msgspec.Struct, frozen=True, array_like=True):
     """A valid request, defaults applied, except for what depends on the prompt's length.
 
     prompt_path: the field that holds the prompt. sampling: without bad words and constraint, which need the tokenizer and a compiler.
@@ -101,8 +99,9 @@ def _stopping(options: Any, limits: Limits, found: Findings) -> None:
         size = len(text.encode())
         if not 1 <= size <= limits.max_stop_text_bytes:
             found.add(f"{path}.stop_texts[{i}]", f"must be 1 to {limits.max_stop_text_bytes} bytes, not {size}")
-    if found.count(f"{path}.stop_token_ids", len(options.stop_token_ids), 0, limits.max_stop_token_ids, "ids"):
-        found.token_ids(f"{path}.stop_token_ids", options.stop_token_ids, limits.vocab_size)
+    stop_ids = options.stop_token_ids
+    if stop_ids and found.count(f"{path}.stop_token_ids", len(stop_ids), 0, limits.max_stop_token_ids, "ids"):
+        found.token_ids(f"{path}.stop_token_ids", stop_ids, limits.vocab_size)
 
 
 def _input(spec: Any, limits: Limits, found: Findings) -> None:
@@ -128,7 +127,7 @@ def _with_logprobs(sampling: SamplingParams, output: Any, limits: Limits, found:
         if output.HasField(field):
             wanted[name] = getattr(output, field).top_n
             found.integer(f"spec.output.{field}.top_n", wanted[name], 0, limits.max_logprobs)
-    return msgspec.structs.replace(sampling, **wanted)
+    return msgspec.structs.replace(sampling, **wanted) if wanted else sampling
 
 
 def check_spec(spec: Any, defaults: SamplingDefaults, seed: int, limits: Limits) -> CheckedSpec:
