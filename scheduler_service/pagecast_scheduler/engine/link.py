@@ -71,10 +71,9 @@ class Router:
         """What the waiting messages hold, up to MAX_DRAIN of them, as (identity, struct or ForeignHello), without waiting. A peer may
         send several structs as the parts of one message."""
         for _ in range(MAX_DRAIN):
-            try:
-                identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
+            identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
             self.num_received += 1
             self.num_dropped += not parts
             for data in parts:

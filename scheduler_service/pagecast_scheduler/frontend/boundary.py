@@ -19,6 +19,11 @@ from pagecast_scheduler.frontend.errors import Reason, Refusal
 
 log = structlog.get_logger("pagecast.frontend")
 
+Behaviour = Callable[[Any, Any], Awaitable[Any]]
+Around = Callable[[str, Behaviour], Behaviour]
+"""What stands before every method: from its name and its behaviour to another behaviour."""
+
+
 def _too_large(size: int, limit: int) -> Refusal:
     facts = {"limit": str(limit), "actual": str(size)}
     return Refusal(Reason.MESSAGE_TOO_LARGE, message=f"the message must be at most {limit} bytes, not {size}", metadata=facts)
@@ -107,22 +112,26 @@ def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., 
     return lambda stream, context: _guarded(method, work(stream, context), context)
 
 
-def wrap(method: str, handler: Any, max_bytes: int) -> Any:
-    """A method handler with safe decoding and the error boundary around it. Response streams write through the context."""
+def wrap(method: str, handler: Any, max_bytes: int, around: Around) -> Any:
+    """A method handler with safe decoding and the error boundary around it, and `around` around that. Response streams write through
+    the context."""
     decode = _safe(handler.request_deserializer, max_bytes)
     if handler.request_streaming:
-        behaviour = _bidirectional(method, handler.stream_stream)
+        behaviour = around(method, _bidirectional(method, handler.stream_stream))
         return grpc.stream_stream_rpc_method_handler(behaviour, decode, handler.response_serializer)
     if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(_unary(method, handler.unary_stream), decode, handler.response_serializer)
-    return grpc.unary_unary_rpc_method_handler(_unary(method, handler.unary_unary), decode, handler.response_serializer)
+        behaviour = around(method, _unary(method, handler.unary_stream))
+        return grpc.unary_stream_rpc_method_handler(behaviour, decode, handler.response_serializer)
+    behaviour = around(method, _unary(method, handler.unary_unary))
+    return grpc.unary_unary_rpc_method_handler(behaviour, decode, handler.response_serializer)
 
 
 class Boundary:
     """Takes the place of a server in the generated add_..._to_server functions and registers wrapped handlers on the real one."""
 
-    def __init__(self, server: grpc.aio.Server, max_message_bytes: int) -> None:
+    def __init__(self, server: grpc.aio.Server, max_message_bytes: int, around: Around) -> None:
         self._server = server
+        self._around = around
         self._max_message_bytes = max_message_bytes
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
@@ -134,5 +143,5 @@ class Boundary:
 
     def add_service(self, service: str, handlers: dict[str, Any]) -> None:
         """Registers methods under a service name of the caller's choice (reflection answers to two)."""
-        wrapped = {name: wrap(f"/{service}/{name}", handler, self._max_message_bytes) for name, handler in handlers.items()}
+        wrapped = {name: wrap(f"/{service}/{name}", handler, self._max_message_bytes, self._around) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))

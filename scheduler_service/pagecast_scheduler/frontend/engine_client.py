@@ -229,14 +229,10 @@ class EngineClient:
 
     def _read(self) -> None:
         for _ in range(MAX_READS):
-            if self._socket.closed:
+            if self._socket.closed or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return
             try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = decode(data, "to_frontend")
+                message = decode(self._socket.recv(zmq.NOBLOCK), "to_frontend")
             except WireError as error:
                 log.error("message from the scheduler refused", detail=str(error))
                 continue

@@ -49,8 +49,10 @@ class ConnectionLimit:
             del self._open[peer]
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
-    """See the module. `principal`: who every caller of this listener is, whatever it says; None asks the authorizer."""
+class CallInterceptor:
+    """See the module. Put around each handler once, when it is registered: an interceptor of gRPC's own would be asked for every call.
+
+    `principal`: who every caller of this listener is, whatever it says; None asks the authorizer."""
 
     def __init__(
         self, authorizer: Authorizer, metrics: FrontendMetrics, spans: Spans, max_streams_per_connection: int,
@@ -63,22 +65,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._load_trailer = load_trailer
         self._connections = ConnectionLimit(max_streams_per_connection)
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The handler with everything above around it."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        method = handler_call_details.method
-        if handler.request_streaming:
-            behaviour = self._around(method, handler.stream_stream)
-            return grpc.stream_stream_rpc_method_handler(behaviour, handler.request_deserializer, handler.response_serializer)
-        if handler.response_streaming:
-            behaviour = self._around(method, handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(behaviour, handler.request_deserializer, handler.response_serializer)
-        behaviour = self._around(method, handler.unary_unary)
-        return grpc.unary_unary_rpc_method_handler(behaviour, handler.request_deserializer, handler.response_serializer)
+    def around(self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        """The behaviour of a method, "/package.Service/Method", with everything above around it."""
+        reports_load = self._load_trailer if method.startswith(_ANSWERS) else None
 
-    def _around(self, method: str, behaviour: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
         async def call(request: Any, context: Any) -> Any:
             started = time.monotonic()
             self._metrics.call_begins()
@@ -98,8 +88,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     await end_with(context, refusal)
                 answer = await behaviour(request, context)
                 code = "OK"
-                if self._load_trailer is not None and method.startswith(_ANSWERS):
-                    context.set_trailing_metadata((*(context.trailing_metadata() or ()), self._load_trailer()))
+                if reports_load is not None:
+                    context.set_trailing_metadata((*(context.trailing_metadata() or ()), reports_load()))
                 return answer
             except grpc.aio.AbortError:
                 code = _code_name(context)

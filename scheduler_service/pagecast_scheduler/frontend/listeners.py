@@ -144,7 +144,7 @@ def _listener(config: FrontendConfig, guards: Guards, max_connections: int, prin
         guards.authorizer, guards.metrics, guards.spans, config.max_streams_per_connection, principal, guards.load_trailer
     )  # fmt: skip
     options = transport_options(config, max_connections)
-    return Listener(grpc.aio.server(interceptors=[interceptor], options=options), interceptor)
+    return Listener(grpc.aio.server(options=options), interceptor)
 
 
 def _bind_tcp(listener: Listener, host: str, port: int, credentials: grpc.ServerCredentials | None) -> None:

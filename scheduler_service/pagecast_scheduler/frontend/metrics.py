@@ -13,6 +13,7 @@ class FrontendMetrics:
         self.registry = CollectorRegistry()
         self._open = Gauge("pagecast_frontend_open_calls", "Calls being answered", registry=self.registry)
         self._calls = Counter("pagecast_frontend_calls", "Ended calls", ["method", "code", "reason"], registry=self.registry)
+        self._kinds: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}  # as bounded as the labels are
         self._duration = Histogram(
             "pagecast_frontend_call_seconds", "Duration of calls", ["method"], buckets=_SECONDS, registry=self.registry
         )  # fmt: skip
@@ -35,8 +36,12 @@ class FrontendMetrics:
     def call_ends(self, method: str, code: str, reason: str, seconds: float) -> None:
         """A call is over."""
         self._open.dec()
-        self._calls.labels(method, code, reason).inc()
-        self._duration.labels(method).observe(seconds)
+        kind = method, code, reason
+        known = self._kinds.get(kind)
+        if known is None:  # finding a labelled series again costs more than counting in it
+            known = self._kinds[kind] = self._calls.labels(*kind), self._duration.labels(method)
+        known[0].inc()
+        known[1].observe(seconds)
 
     def certificate_expires(self, timestamp: float) -> None:
         """Unix time at which the served certificate ends."""

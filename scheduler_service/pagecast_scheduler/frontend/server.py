@@ -72,14 +72,14 @@ class Services:
 
     def add_public(self, listener: Listener) -> None:
         """What clients, routers and meshes call."""
-        boundary: Any = Boundary(listener.server, self._max_message_bytes)
+        boundary: Any = Boundary(listener.server, self._max_message_bytes, listener.interceptor.around)
         self._add_ours(boundary)
         if self._has_reflection:
             _add_reflection(boundary, (*SERVICES, *COMPAT, HEALTH, ORCA))
 
     def add_operator(self, listener: Listener) -> None:
         """All of the public services, and what only an operator may call."""
-        boundary: Any = Boundary(listener.server, self._max_message_bytes)
+        boundary: Any = Boundary(listener.server, self._max_message_bytes, listener.interceptor.around)
         self._add_ours(boundary)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self._admin, boundary)
         channelz_pb2_grpc.add_ChannelzServicer_to_server(channelz.ChannelzServicer(), boundary)
@@ -87,7 +87,8 @@ class Services:
 
     def add_probe(self, listener: Listener) -> None:
         """Health checks and nothing else."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, Boundary(listener.server, self._max_message_bytes))  # type: ignore[arg-type]
+        boundary: Any = Boundary(listener.server, self._max_message_bytes, listener.interceptor.around)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, boundary)
 
     def _add_ours(self, boundary: Any) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self._generation, boundary)
