@@ -109,7 +109,7 @@ class Containers:
     """
 
     def __init__(self, folder: Path, hosts: Mapping[str, two_hosts.Host], variables: Mapping[str, str]) -> None:
-        self._folder, self._hosts, self._variables = folder, hosts, variables
+        self._folder, self._hosts, self.variables = folder, hosts, dict(variables)
         self._head_port = f":{free_port()}"
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -126,6 +126,12 @@ class Containers:
     def kill(self, name: str) -> None:
         self.running[name].kill()
         self.running[name].wait()
+
+    def wait_logged(self, name: str, text: str) -> None:
+        end = time.monotonic() + 2 * LIMIT_S
+        while text not in self.log(name):
+            assert time.monotonic() < end, "".join(self.log(other) for other in self.running)
+            time.sleep(0.1)
 
     def heal(self, done: Callable[[Load], bool], frontend: str, *victims: str) -> None:
         """Starts again whatever ends, as the restart policy does, until these are healthy, and the cluster's load is as wanted."""
@@ -169,7 +175,7 @@ class Containers:
         return self._hosts.get(name, HERE).prefix
 
     def _here(self, name: str, word: str) -> str:
-        word = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: self._variables.get(match[1]) or match[2], word)
+        word = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: self.variables.get(match[1]) or match[2], word)
         word = re.sub(r"^ranks-scheduler(?=:)", self._hosts.get("ranks-scheduler", HERE).address, word)
         word = word.replace("/run/keys", str(self._folder / "keys")).replace("/run/pagecast", str(self.run_dir(name)))
         return word.replace(HEAD_PORT, self._head_port)
@@ -212,8 +218,9 @@ def test_its_commands_serve_and_heal_as_processes(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_ranks_serve_and_heal_as_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model split over two ranks, one on the scheduler's host and one on another, with the keys that `docker compose run keys` makes."""
-    model = write_tokenizer(write_model(tmp_path / "model"))
+    """A model split over two ranks, one on the scheduler's host and one on another, with the keys that `docker compose run keys` makes.
+    A rank with other weights of the same shape is refused first."""
+    model, other = write_tokenizer(write_model(tmp_path / "model")), write_model(tmp_path / "other", seed=1)
     monkeypatch.setenv("PAGECAST_NUM_BLOCKS", "64")  # the real model's pool would be a gibibyte
     make_keys = SERVICES["keys"]["entrypoint"][-1].split(" && ")[0].split()
     assert make_keys[:2] == ["pagecast", "keys"]
@@ -225,8 +232,16 @@ def test_the_ranks_serve_and_heal_as_processes(tmp_path: Path, monkeypatch: pyte
         with containers(tmp_path, hosts, PAGECAST_MODEL=str(model)) as here:
             here.start("ranks-scheduler")
             here.wait_healthy("ranks-scheduler")
-            for name in RANKS[1:]:
-                here.start(name)
+            here.start("rank-0")
+            here.wait_logged("ranks-scheduler", "rank waits for the others")  # or the wrong one would be believed
+            here.variables["PAGECAST_MODEL"] = str(other)
+            here.start("rank-1")
+            assert here.running.pop("rank-1").wait(timeout=2 * LIMIT_S) == 2
+            (line,) = [line for line in here.log("rank-1").splitlines() if line.startswith("pagecast worker: ")]
+            assert "refused by the scheduler: model digest" in line
+            here.variables["PAGECAST_MODEL"] = str(model)
+            here.start("rank-1")
+            here.start("ranks")
             here.wait_healthy("ranks")
             assert here.healthy("rank-0") and here.healthy("rank-1") and not here.healthy("rank-2")
             with Client(f"unix:{here.socket('ranks')}") as client:

@@ -51,6 +51,13 @@ class Node:
         self._reader.join(LIMIT_S)
         return code
 
+    def wait_said(self, text: str) -> None:
+        """Until a line holds this text."""
+        end = time.monotonic() + LIMIT_S
+        while not any(text in line for line in self.lines.copy()):
+            assert time.monotonic() < end and self.process.poll() is None, "".join(self.lines)
+            time.sleep(0.1)
+
     def last(self) -> str:
         return self.lines[-1].strip() if self.lines else ""
 
@@ -129,6 +136,7 @@ def test_what_does_not_fit_is_one_line_and_an_exit_code(hosts: tuple[Host, Host]
     scheduler = own.split('"scheduler":')[1]
     (stranger / "rank.key").write_text(theirs.split('"scheduler":')[0] + '"scheduler":' + scheduler)
     with head_node(hosts, keys, tmp_path, "--executor", "oracle", "--num-blocks", "64") as (head, rest):
+        head.wait_said("rank joined")  # or what the wrong one says would be believed
         for words, line in (
             (("--wire-keys", str(others)), f"has other keys than {others}, or none"),
             (("--wire-keys", str(stranger)), f"does not know the key in {stranger}"),

@@ -47,10 +47,10 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def write_model(folder: Path, shards: int = 2, **changes: object) -> Path:
+def write_model(folder: Path, shards: int = 2, seed: int = 0, **changes: object) -> Path:
     """A whole model folder, its tensors dealt out over `shards` files with an index."""
     write_config(folder, **changes)
-    tensors = weights()
+    tensors = weights(seed)
     names = sorted(tensors)
     where = {}
     for shard in range(shards):
