@@ -9,6 +9,7 @@ from sim.world import World
 
 from pagecast.cli import replay as command
 from pagecast_scheduler.core import policy
+from pagecast_scheduler.engine import logs
 from pagecast_scheduler.engine import recorder as recording
 from pagecast_scheduler.engine.recorder import Recorder
 from pagecast_scheduler.engine.replay import RecordingError, compare, read, replay
@@ -122,12 +123,14 @@ def test_recordings_are_private_and_in_order(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
+def test_a_full_disk_ends_the_recording_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("json", "error")
     recorder = Recorder("/dev/full", with_tokens=True)
     for at in range(3):
         recorder.control(at * 2_000_000, "fail_epoch", {})
     recorder.close()
     assert recorder.error
+    assert capfd.readouterr().err.count("recording ends early") == 1
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ class Stop(Exception):
 
 
 class Record(Protocol):
-    """What is told everything that enters and leaves the core, in order."""
+    """What is told everything that enters and leaves the core, in order. error: why it no longer listens; empty while it does."""
+
+    error: str
 
     def arrival(self, now: int, message: Any) -> None: ...
     def control(self, now: int, name: str, args: dict[str, Any]) -> None: ...

@@ -245,6 +245,7 @@ class Engine:
         self._intake.expire(now)
         self._collect_garbage(now)
         if self._metrics is not None:
+            self._metrics.recording(self._record is not None and bool(self._record.error))
             self._metrics.update(self._status(now), self._group, self._frontends, self._epochs.limits, self._num_dropped())
 
     def _num_dropped(self) -> int:

@@ -37,6 +37,7 @@ class Metrics:
         self._kv_usage = gauge("kv_cache_usage", "Referenced blocks over all blocks, 0 to 1; cached unreferenced ones count as free")
         self._cached = gauge("kv_blocks_cached", "Unreferenced blocks with reusable content")
         self._state = gauge("serving_state", "1 starting, 2 serving, 3 recovering, 4 stalled, 5 draining")
+        self._recording = gauge("recording_failed", "1: the file given with --record takes no more, and the recording has ended")
         self._epoch = gauge("epoch", "Number of the worker group's life")
         self._frontends = gauge("frontends_connected", "Front ends with a slot")
         self._cache_config = Info("pagecast_cache_config", "Block size and count", registry=registry)
@@ -78,6 +79,10 @@ class Metrics:
             self._raise(self._rank_bytes.labels(direction), f"rank_bytes_{direction}", size)
         if limits is not None:
             self._cache_config.info({"block_size": str(limits.block_size), "num_blocks": str(limits.num_blocks)})
+
+    def recording(self, has_failed: bool) -> None:
+        """Whether the recording that was asked for has ended early."""
+        self._recording.set(has_failed)
 
     def _raise(self, counter: Counter, name: str, total: int) -> None:
         """Bring a counter up to a total that is counted elsewhere."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from pagecast_scheduler.engine.logs import logger
 from pagecast_wire.codec import WIRE_DIGEST, encode
 from pagecast_wire.intake import Abort, Pause, StopAt, Submit
 from pagecast_wire.plan import Admission, StepPlan
@@ -45,6 +46,7 @@ class Recorder:
         """Raises OSError if the file cannot be made; it is readable by its owner only."""
         self.with_tokens = with_tokens
         self.error = ""
+        self._path = path
         self._salt = os.urandom(16)
         self._flushed_at = 0
         self._encoder = msgspec.msgpack.Encoder()
@@ -85,7 +87,12 @@ class Recorder:
         try:
             self._file.close()
         except OSError as error:
-            self.error = self.error or (error.strerror or "unknown error")
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self.error:
+            self.error = error.strerror or "unknown error"
+            logger("recorder").error("recording ends early", path=self._path, error=self.error)
 
     def _write(self, at: int, kind: str, body: Any) -> None:
         if self.error or self._file.closed:
@@ -97,7 +104,7 @@ class Recorder:
                 self._file.flush()
                 self._flushed_at = at
         except OSError as error:
-            self.error = error.strerror or "unknown error"
+            self._fail(error)
             self.close()
 
 

@@ -1,0 +1,120 @@
+"""A running cluster under every fault that a process can meet: killed, stopped, starved, its files gone. No token is lost or repeated."""
+
+import asyncio
+import resource
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from chaos.cluster import Cluster, cluster, in_every_phase
+from chaos.detached_client import Caller
+from e2e.cli_server import LIMIT_S
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster("--oracle-step-us", "10000", "--max-num-seqs", "6", "--max-num-batched-tokens", "64", "--step-deadline-s", "5") as made:
+        yield made
+
+
+async def finish(callers: list[Caller], elsewhere: object) -> None:
+    await asyncio.gather(*(caller.finish(elsewhere) for caller in callers))  # type: ignore[arg-type]
+    for caller in callers:
+        caller.check()
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler", "frontend"])
+async def test_killed_while_requests_are_in_every_phase(running: Cluster, role: str) -> None:
+    async with running.channels() as (first, second):
+        callers = await in_every_phase(first)
+        running.kill(role)
+        await finish(callers, second)
+        await running.wait_idle()
+
+
+@pytest.mark.parametrize("pair", ["worker scheduler", "frontend worker", "frontend scheduler"])
+async def test_two_killed_at_once(running: Cluster, pair: str) -> None:
+    """A front end and the scheduler together are two deaths: what only these two knew is lost, what another front end reads is not."""
+    async with running.channels() as (first, second):
+        callers = await in_every_phase(second)
+        for role in pair.split():
+            running.kill(role)
+        await finish(callers, first)
+        await running.wait_idle()
+
+
+@pytest.mark.parametrize("role", ["worker", "scheduler", "frontend", "supervisor"])
+async def test_stopped_for_longer_than_any_silence_is_forgiven(running: Cluster, role: str) -> None:
+    async with running.channels() as (first, second):
+        callers = await in_every_phase(first)
+        process = psutil.Process(running.served.process.pid) if role == "supervisor" else running.process(role)
+        with running.stopped(process):
+            await asyncio.sleep(7.0)  # the fault itself
+        await finish(callers, second)
+        await running.wait_idle()
+
+
+async def test_killed_while_others_drain() -> None:
+    """SIGTERM with work under way; then one process after the other is killed. It ends with what it had promised, and leaves nothing."""
+    with cluster("--oracle-step-us", "10000", "--max-num-seqs", "6", "--drain-timeout-s", "60") as running:
+        processes = [process for role in running.served.children().values() for process in role]
+        async with running.channels() as (first, _):
+            callers = await in_every_phase(first)
+            running.served.process.send_signal(signal.SIGTERM)
+            await callers[0].read(at_least=16)
+            running.kill("worker")
+            await callers[0].read(at_least=24)
+            running.kill("scheduler")
+            await asyncio.gather(*(caller.read() for caller in callers))
+            for caller in callers:
+                caller.check()
+        assert running.served.process.wait(LIMIT_S) == 0
+    assert not any(process.is_running() for process in processes)
+
+
+async def test_the_run_directorys_files_are_gone() -> None:
+    """Connections that are there go on. What starts anew afterwards cannot be found, and the cluster says so rather than hang."""
+    with cluster("--oracle-step-us", "5000") as doomed:
+        async with doomed.channels() as (first, second):
+            callers = await in_every_phase(first)
+            folder = doomed.run_dir
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+            await finish(callers, second)
+            assert doomed.served.end() == 0
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker", "frontend"])
+async def test_out_of_file_descriptors(running: Cluster, role: str) -> None:
+    async with running.channels() as (first, second):
+        callers = await in_every_phase(first)
+        process = running.process(role)
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds(), before[1]))
+        extra = [Caller(f"x-{role}-{i}", [9, i], 20, seed=i) for i in range(3)]
+        try:
+            for caller in extra:
+                caller.begin(second)
+            await asyncio.gather(*(caller.finish(second) for caller in extra))
+        finally:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+        await finish([*callers, *extra], second)
+        await running.wait_idle()
+    assert process.is_running()
+
+
+async def test_a_recording_on_a_full_disk() -> None:
+    with cluster("--oracle-step-us", "2000", "--record", "/dev/full") as full:
+        async with full.channels() as (first, second):
+            callers = await in_every_phase(first)
+            await finish(callers, second)
+            end = time.monotonic() + LIMIT_S
+            while not any("ecording" in line for line in full.served.lines):
+                assert time.monotonic() < end, full.served.lines
+                await asyncio.sleep(0.1)
+        assert full.served.end() == 0
