@@ -3,14 +3,18 @@
 import asyncio
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from chaos.cluster import Cluster, cluster, in_every_phase
+from chaos.cluster import ORACLE, Cluster, cluster, in_every_phase
 from chaos.detached_client import Caller
-from e2e.cli_server import LIMIT_S
+from e2e.cli_server import LIMIT_S, PAGECAST, Served
+
+from pagecast import Client, SamplingParams
+from pagecast.errors import Unavailable
 
 pytestmark = pytest.mark.chaos
 
@@ -106,6 +110,38 @@ async def test_out_of_file_descriptors(running: Cluster, role: str) -> None:
         await finish([*callers, *extra], second)
         await running.wait_idle()
     assert process.is_running()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_nobody_reads_the_log(is_gone: bool) -> None:
+    """A log reader that stalls, or has left, costs log lines and nothing else: neither requests nor the repair of a dead process."""
+    words = [*PAGECAST, "serve", "--port", "0", "--drain-announce-s", "0", *ORACLE, "--log-level", "debug"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stderr
+    try:
+        address = process.stdout.readline().split(" on ")[-1].strip()
+        if is_gone:
+            process.stderr.close()
+        served = Served(process, address)
+        with Client(address) as client:
+            for seed in range(500):
+                assert len(client.generate([1, 2, 3], SamplingParams(max_tokens=2, seed=seed, ignore_eos=True)).token_ids) == 2
+            for role in ("worker", "scheduler"):
+                served.children()[role][0].kill()
+                end = time.monotonic() + LIMIT_S
+                while True:
+                    try:
+                        assert len(client.generate([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True)).token_ids) == 20
+                        break
+                    except Unavailable:
+                        assert time.monotonic() < end, "it does not recover"
+                        time.sleep(0.05)
+    finally:
+        process.terminate()
+        code = process.wait(LIMIT_S)
+        process.stdout.close()
+        process.stderr.close()
+    assert code == 0
 
 
 async def test_a_recording_on_a_full_disk() -> None:

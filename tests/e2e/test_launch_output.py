@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagecast_scheduler.launch.output import OutputPump, Stream
+from pagecast_scheduler.launch.output import Console, OutputPump, Stream
 
 
 @given(st.lists(st.sampled_from(["a", "two words", "", "é"]), max_size=8), st.lists(st.integers(1, 6), max_size=20), st.booleans())
@@ -25,6 +25,25 @@ def test_bytes_that_are_no_text_and_endless_lines_do_no_harm() -> None:
     stream = Stream("worker-0", -1)
     assert stream.lines(b"\xff\n") == ["\ufffd"]
     assert stream.lines(b"x" * 70_000) == ["x" * 70_000]
+
+
+def test_a_stalled_reader_holds_nobody_up_and_learns_what_it_missed() -> None:
+    reader, writer = os.pipe()
+    console = Console(writer)
+    for number in range(30_000):  # far more than a pipe and the queue hold
+        console.write_line(f"line {number} " + "x" * 90)
+    assert not console.flush(0.0)
+    with os.fdopen(reader) as file:
+        lines = [file.readline().rstrip() for _ in range(10_000)]
+        console.write_line("the end")
+        while lines[-1] != "the end":
+            lines.append(file.readline().rstrip())
+    missed = [line for line in lines if line.endswith("lines were dropped because nobody read them")]
+    told = [int(line.split()[1]) for line in lines if line.startswith("line ")]
+    assert told == sorted(set(told)) and sum(int(line.split()[0]) for line in missed) + len(told) == 30_000
+    console.write_line("to nobody")  # the reader has gone
+    assert console.flush(30.0)
+    os.close(writer)
 
 
 def test_the_pump_reads_to_the_end() -> None:

@@ -1,9 +1,12 @@
 """What children write, line by line, from a thread of its own: a terminal that stalls must not stall supervision."""
 
+import atexit
 import os
+import select
 import selectors
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -13,10 +16,74 @@ OnOutput = Callable[[str, str], None]
 _MAX_LINE: Final = 65536
 
 
+_MAX_WAITING: Final = 10_000
+"""Lines that wait for a slow reader of standard error; more are dropped, and counted."""
+_LAST_WORDS_S: Final = 1.0
+
+
+class Console:
+    """Lines on their way to a file descriptor, from a thread of its own: neither a reader that stalls nor one that has gone holds up
+    whoever has something to say. Each line is one write, so that no other text ends up within it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._waiting: deque[str] = deque()
+        self._num_dropped = 0
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._thread.start()
+
+    def write_line(self, line: str) -> None:
+        """Returns at once."""
+        with self._changed:
+            if len(self._waiting) < _MAX_WAITING:
+                self._waiting.append(line)
+                self._changed.notify_all()
+            else:
+                self._num_dropped += 1
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all is written, at most `timeout` seconds. Whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._waiting))
+                line, dropped = self._waiting[0], self._num_dropped
+                self._num_dropped = 0
+            if dropped:
+                self._write(f"{dropped} lines were dropped because nobody read them")
+            self._write(line)
+            with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
+    def _write(self, line: str) -> None:
+        data = memoryview(f"{line}\n".encode(errors="replace"))
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except BlockingIOError:
+                select.select([], [self._fd], [])
+            except OSError:
+                return  # there is nobody to tell
+
+
+_console: Console | None = None
+_making = threading.Lock()
+
+
 def write_line(line: str) -> None:
-    """A line to standard error in one write: `print` makes two, and the text of another thread can end up between them."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
+    """A line to standard error, without waiting for its reader; the last ones are waited for at the end of the process."""
+    global _console
+    with _making:
+        if _console is None:
+            sys.stderr.flush()
+            _console = Console(2)
+            atexit.register(_console.flush, _LAST_WORDS_S)
+    _console.write_line(line)
 
 
 def to_stderr(name: str, line: str) -> None:
