@@ -1,5 +1,5 @@
-"""For every test: what is drawn is drawn alike in every run; whatever a server answers with an error, no word of it comes from the
-inside; and what it starts has an end."""
+"""For every test: what is drawn is drawn alike in every run, and whatever a server answers with an error, no word of it comes from
+the inside."""
 
 import os
 import re
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import leftovers
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -58,11 +57,3 @@ def torch_draws_the_same() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_is_left_behind() -> Iterator[None]:
-    """No process or socket outlives the tests of a file, nor what they share."""
-    before = leftovers.everything()
-    yield
-    assert leftovers.wait_for_none(before) == []

@@ -248,8 +248,8 @@ def test_limits_fall_due_while_no_worker_is_up(tmp_path: Path) -> None:
             front = Reader(tmp_path).wait_serving()
         front.pump(lambda: not engine._group.is_open, "the group's end")
         keys = {
-            front.submit(PROMPT, 5, deadline_ms=300): FinishReason.DEADLINE_EXCEEDED,
-            front.submit(PROMPT, 5, max_queue_ms=300): FinishReason.QUEUE_TIME_EXCEEDED,
+            front.submit(PROMPT, 5, deadline_ms=3000): FinishReason.DEADLINE_EXCEEDED,
+            front.submit(PROMPT, 5, max_queue_ms=3000): FinishReason.QUEUE_TIME_EXCEEDED,
             front.submit(PROMPT, 5, time_budget_ms=300): FinishReason.TIME_LIMIT,
         }  # fmt: skip
         front.pump(lambda: all((key, 0) in front.finished for key in keys))
