@@ -170,7 +170,7 @@ def test_a_refusal_names_the_call(blas: Blas) -> None:
         lib.call("cublasLtMatmulAlgoCheck", lib.handle, *checked)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_candidate_of_the_real_library_gives_the_product() -> None:
     lib = cublaslt.Library(torch.device("cuda"))
     for rows, columns, depth in ((40, 768, 576), (256, 6144, 4096)):
