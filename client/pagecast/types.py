@@ -306,7 +306,8 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an instance is. kv_utilization: referenced share of the block pool, 0 to 1."""
+    """How busy an instance is. kv_utilization: referenced share of the block pool, 0 to 1. device_us: microseconds that steps have taken
+    on the device of rank 0."""
 
     instance_id: str
     epoch: int
@@ -324,6 +325,7 @@ class Load:
     num_recoveries: int
     prompt_tokens: int
     output_tokens: int
+    device_us: int
 
 
 @dataclass(frozen=True, slots=True)

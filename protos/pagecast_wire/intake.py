@@ -333,5 +333,6 @@ class EngineStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     num_recoveries: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    device_us: int = 0  # that steps took on the device of the rank that answers
     load: tuple[LoadProgress, ...] = ()
     log_level: str = ""  # what an operator wants of every process; "": as configured

@@ -201,10 +201,13 @@ class RigWorker(threading.Thread):
     """
 
     def __init__(
-        self, run_dir: Path, rank: int = 0, world_size: int = 1, num_blocks: int = 512, lossy: Filter | None = None, **hello: Any
-    ) -> None:
+        self, run_dir: Path, rank: int = 0, world_size: int = 1, num_blocks: int = 512, lossy: Filter | None = None, step_us: int = 0,
+        **hello: Any,
+    ) -> None:  # fmt: skip
         super().__init__(daemon=True)
-        self.config = WorkerConfig(str(run_dir), "oracle", rank, world_size, "oracle", num_blocks=num_blocks, max_model_len=2048)
+        self.config = WorkerConfig(
+            str(run_dir), "oracle", rank, world_size, "oracle", num_blocks=num_blocks, max_model_len=2048, oracle_step_us=step_us
+        )
         self.lossy = lossy or (lambda frames: frames)
         self.hello_changes = hello
         self.rank = rank

@@ -21,7 +21,7 @@ def _series(port: int) -> dict[str, float]:
 
 def test_metrics_agree_with_what_was_served(tmp_path: Path) -> None:
     port = free_port()
-    with engine_thread(tmp_path, metrics_port=port), rig_workers(tmp_path, 1, num_blocks=101):
+    with engine_thread(tmp_path, metrics_port=port), rig_workers(tmp_path, 1, num_blocks=101, step_us=100):
         frontend = RigFrontend(tmp_path).wait_serving()
         keys = [frontend.submit([1] * 32, 10, seed=i) for i in range(4)]
         frontend.wait_finished(*keys)
@@ -44,6 +44,7 @@ def test_metrics_agree_with_what_was_served(tmp_path: Path) -> None:
         assert series["pagecast_time_to_first_token_seconds_count"] == 5
         assert series["pagecast_frontends_connected"] == 1
         assert series["pagecast_prefix_tokens_hit_total"] > 0
+        assert series["pagecast_device_seconds_total"] > 100e-6 * 10
         frontend.close()
 
 

@@ -51,12 +51,19 @@ def named_values(items: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+STATUS_S = 1.5
+"""After so many idle seconds front ends know all that the scheduler has counted: it tells them each second."""
+
+
 class Engine(Protocol):
     """Runs whole workloads. run returns seconds from the first submit to the last token, and the output tokens counted."""
 
     name: str
 
     def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]: ...
+
+    def device_s(self) -> float | None:
+        """Seconds that steps have taken on the device so far; None if the engine does not say."""
 
     def close(self) -> None: ...
 
@@ -93,6 +100,13 @@ class Pagecast:
         outputs = self._llm.generate([prompt for prompt, _ in work], params, cache_scope=f"repetition-{repetition}")
         seconds = time.perf_counter() - start
         return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    def device_s(self) -> float | None:
+        from pagecast.sync import Client
+
+        time.sleep(STATUS_S)
+        with Client(self._llm.target) as client:
+            return client.load().device_us / 1e6
 
     def close(self) -> None:
         self._llm.close()
@@ -145,6 +159,9 @@ class Peer:
     def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]:
         answer = self._ask({"workload": workload, "repetition": repetition, "limit": limit})
         return float(answer["seconds"]), int(answer["output_tokens"])
+
+    def device_s(self) -> float | None:
+        return None
 
     def close(self) -> None:
         self._down.close()

@@ -47,19 +47,29 @@ def figures(seconds: list[float], tokens: int, work: list[tuple[list[int], int]]
 
 
 def measure(engines: list[Engine], workload: str, args: argparse.Namespace, progress: Progress) -> dict[str, dict[str, float]]:
-    """Runs `workload` on the engines in turn, repetition by repetition. Every timed run must give every token asked for."""
+    """Runs `workload` on the engines in turn, repetition by repetition. Every timed run must give every token asked for.
+
+    device_share: of the time of all repetitions, what the device's steps took, where the engine tells."""
     work = workloads.make(workload)[: args.limit]
     wanted = sum(count for _, count in work)
     seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    total: dict[str, float] = dict.fromkeys(seconds, 0.0)
+    before = {engine.name: engine.device_s() for engine in engines}
     for repetition in range(args.warmup + args.repetitions):
         for engine in engines:
             took, tokens = engine.run(workload, repetition + 1, args.limit)
             if tokens != wanted:
                 raise SystemExit(f"{engine.name} gave {tokens} tokens on {workload}, not {wanted}")
+            total[engine.name] += took
             if repetition >= args.warmup:
                 seconds[engine.name].append(took)
             progress.advance(f"{workload} · {engine.name} {took:.2f} s")
-    return {name: figures(taken, wanted, work) for name, taken in seconds.items()}
+    measured = {name: figures(taken, wanted, work) for name, taken in seconds.items()}
+    for engine in engines:
+        since, now = before[engine.name], engine.device_s()
+        if since is not None and now is not None:
+            measured[engine.name]["device_share"] = round((now - since) / total[engine.name], 3)
+    return measured
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,8 +138,9 @@ def show(table: Table) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    out = Table("workload", "engine", "s", "out tok/s", "total tok/s", "req/s", "ms/token", "spread")
+    columns = ("s", "out_tok_s", "tot_tok_s", "req_s", "ms_per_token", "spread", "device_share")
+    out = Table("workload", "engine", "s", "out tok/s", "total tok/s", "req/s", "ms/token", "spread", "device busy")
     for load, row in table.items():
         for engine, cells in row.items():
-            out.add_row(load, engine, *(str(cells[key]) for key in ("s", "out_tok_s", "tot_tok_s", "req_s", "ms_per_token", "spread")))
+            out.add_row(load, engine, *(str(cells.get(key, "")) for key in columns))
     Console(width=120).print(out)

@@ -99,6 +99,7 @@ def _load_lines(load: Load) -> list[str]:
     return [
         f"load     {load.num_running} running, {load.num_waiting} waiting, "
         f"KV {100 * load.kv_utilization:.1f} % of {load.num_blocks} blocks, {load.num_blocks_cached} cached",
-        f"so far   {load.prompt_tokens} prompt and {load.output_tokens} output tokens in {load.step} steps, prefix hits {hit}, "
+        f"so far   {load.prompt_tokens} prompt and {load.output_tokens} output tokens in {load.step} steps and "
+        f"{load.device_us / 1e6:.1f} s of the device, prefix hits {hit}, "
         f"{load.num_preemptions} preemptions, {load.num_recoveries} recoveries",
     ]

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagecast/v1/runtime.proto\x12\x0bpagecast.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"L\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x10\n\x0eGetLoadRequest\"\x94\x03\n\x0fGetLoadResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.pagecast.v1.ServingState\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x1d\n\x15num_blocks_referenced\x18\x08 \x01(\x04\x12\x19\n\x11num_blocks_cached\x18\t \x01(\x04\x12\x16\n\x0ekv_utilization\x18\n \x01(\x01\x12\x1b\n\x13prefix_tokens_asked\x18\x0b \x01(\x04\x12\x19\n\x11prefix_tokens_hit\x18\x0c \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\r \x01(\x04\x12\x16\n\x0enum_recoveries\x18\x0e \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0f \x01(\x04\x12\x15\n\routput_tokens\x18\x10 \x01(\x04\"C\n\x10WatchLoadRequest\x12/\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x11WatchLoadResponse\x12*\n\x04load\x18\x01 \x01(\x0b\x32\x1c.pagecast.v1.GetLoadResponse\"\x7f\n\x17WatchCacheEventsRequest\x12.\n\x0cresume_after\x18\x01 \x01(\x0b\x32\x18.pagecast.v1.CacheCursor\x12\x1e\n\x11include_token_ids\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x14\n\x12_include_token_ids\"4\n\x0b\x43\x61\x63heCursor\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"C\n\x0b\x43\x61\x63hedBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xe5\x01\n\x18WatchCacheEventsResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x1a\n\x12snapshot_continues\x18\x05 \x01(\x08\x12\x0f\n\x07\x63leared\x18\x06 \x01(\x08\x12\x16\n\x0eremoved_hashes\x18\x07 \x03(\x0c\x12(\n\x06stored\x18\x08 \x03(\x0b\x32\x18.pagecast.v1.CachedBlock\x12\x12\n\nblock_size\x18\t \x01(\r*\xb9\x01\n\x0cServingState\x12\x1d\n\x19SERVING_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATE_STARTING\x10\x01\x12\x19\n\x15SERVING_STATE_SERVING\x10\x02\x12\x1c\n\x18SERVING_STATE_RECOVERING\x10\x03\x12\x19\n\x15SERVING_STATE_STALLED\x10\x04\x12\x1a\n\x16SERVING_STATE_DRAINING\x10\x05\x32\xdf\x02\n\x0eRuntimeService\x12V\n\rGetServerInfo\x12!.pagecast.v1.GetServerInfoRequest\x1a\".pagecast.v1.GetServerInfoResponse\x12\x44\n\x07GetLoad\x12\x1b.pagecast.v1.GetLoadRequest\x1a\x1c.pagecast.v1.GetLoadResponse\x12L\n\tWatchLoad\x12\x1d.pagecast.v1.WatchLoadRequest\x1a\x1e.pagecast.v1.WatchLoadResponse0\x01\x12\x61\n\x10WatchCacheEvents\x12$.pagecast.v1.WatchCacheEventsRequest\x1a%.pagecast.v1.WatchCacheEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagecast/v1/runtime.proto\x12\x0bpagecast.v1\x1a\x1egoogle/protobuf/duration.proto\"\x16\n\x14GetServerInfoRequest\"L\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x10\n\x0eGetLoadRequest\"\xa7\x03\n\x0fGetLoadResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.pagecast.v1.ServingState\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x1d\n\x15num_blocks_referenced\x18\x08 \x01(\x04\x12\x19\n\x11num_blocks_cached\x18\t \x01(\x04\x12\x16\n\x0ekv_utilization\x18\n \x01(\x01\x12\x1b\n\x13prefix_tokens_asked\x18\x0b \x01(\x04\x12\x19\n\x11prefix_tokens_hit\x18\x0c \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\r \x01(\x04\x12\x16\n\x0enum_recoveries\x18\x0e \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0f \x01(\x04\x12\x15\n\routput_tokens\x18\x10 \x01(\x04\x12\x11\n\tdevice_us\x18\x11 \x01(\x04\"C\n\x10WatchLoadRequest\x12/\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"?\n\x11WatchLoadResponse\x12*\n\x04load\x18\x01 \x01(\x0b\x32\x1c.pagecast.v1.GetLoadResponse\"\x7f\n\x17WatchCacheEventsRequest\x12.\n\x0cresume_after\x18\x01 \x01(\x0b\x32\x18.pagecast.v1.CacheCursor\x12\x1e\n\x11include_token_ids\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x14\n\x12_include_token_ids\"4\n\x0b\x43\x61\x63heCursor\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\"C\n\x0b\x43\x61\x63hedBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xe5\x01\n\x18WatchCacheEventsResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x1a\n\x12snapshot_continues\x18\x05 \x01(\x08\x12\x0f\n\x07\x63leared\x18\x06 \x01(\x08\x12\x16\n\x0eremoved_hashes\x18\x07 \x03(\x0c\x12(\n\x06stored\x18\x08 \x03(\x0b\x32\x18.pagecast.v1.CachedBlock\x12\x12\n\nblock_size\x18\t \x01(\r*\xb9\x01\n\x0cServingState\x12\x1d\n\x19SERVING_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATE_STARTING\x10\x01\x12\x19\n\x15SERVING_STATE_SERVING\x10\x02\x12\x1c\n\x18SERVING_STATE_RECOVERING\x10\x03\x12\x19\n\x15SERVING_STATE_STALLED\x10\x04\x12\x1a\n\x16SERVING_STATE_DRAINING\x10\x05\x32\xdf\x02\n\x0eRuntimeService\x12V\n\rGetServerInfo\x12!.pagecast.v1.GetServerInfoRequest\x1a\".pagecast.v1.GetServerInfoResponse\x12\x44\n\x07GetLoad\x12\x1b.pagecast.v1.GetLoadRequest\x1a\x1c.pagecast.v1.GetLoadResponse\x12L\n\tWatchLoad\x12\x1d.pagecast.v1.WatchLoadRequest\x1a\x1e.pagecast.v1.WatchLoadResponse0\x01\x12\x61\n\x10WatchCacheEvents\x12$.pagecast.v1.WatchCacheEventsRequest\x1a%.pagecast.v1.WatchCacheEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagecast.v1.runtime_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVINGSTATE']._serialized_start=1220
-  _globals['_SERVINGSTATE']._serialized_end=1405
+  _globals['_SERVINGSTATE']._serialized_start=1239
+  _globals['_SERVINGSTATE']._serialized_end=1424
   _globals['_GETSERVERINFOREQUEST']._serialized_start=74
   _globals['_GETSERVERINFOREQUEST']._serialized_end=96
   _globals['_GETSERVERINFORESPONSE']._serialized_start=98
@@ -41,19 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=176
   _globals['_GETLOADREQUEST']._serialized_end=192
   _globals['_GETLOADRESPONSE']._serialized_start=195
-  _globals['_GETLOADRESPONSE']._serialized_end=599
-  _globals['_WATCHLOADREQUEST']._serialized_start=601
-  _globals['_WATCHLOADREQUEST']._serialized_end=668
-  _globals['_WATCHLOADRESPONSE']._serialized_start=670
-  _globals['_WATCHLOADRESPONSE']._serialized_end=733
-  _globals['_WATCHCACHEEVENTSREQUEST']._serialized_start=735
-  _globals['_WATCHCACHEEVENTSREQUEST']._serialized_end=862
-  _globals['_CACHECURSOR']._serialized_start=864
-  _globals['_CACHECURSOR']._serialized_end=916
-  _globals['_CACHEDBLOCK']._serialized_start=918
-  _globals['_CACHEDBLOCK']._serialized_end=985
-  _globals['_WATCHCACHEEVENTSRESPONSE']._serialized_start=988
-  _globals['_WATCHCACHEEVENTSRESPONSE']._serialized_end=1217
-  _globals['_RUNTIMESERVICE']._serialized_start=1408
-  _globals['_RUNTIMESERVICE']._serialized_end=1759
+  _globals['_GETLOADRESPONSE']._serialized_end=618
+  _globals['_WATCHLOADREQUEST']._serialized_start=620
+  _globals['_WATCHLOADREQUEST']._serialized_end=687
+  _globals['_WATCHLOADRESPONSE']._serialized_start=689
+  _globals['_WATCHLOADRESPONSE']._serialized_end=752
+  _globals['_WATCHCACHEEVENTSREQUEST']._serialized_start=754
+  _globals['_WATCHCACHEEVENTSREQUEST']._serialized_end=881
+  _globals['_CACHECURSOR']._serialized_start=883
+  _globals['_CACHECURSOR']._serialized_end=935
+  _globals['_CACHEDBLOCK']._serialized_start=937
+  _globals['_CACHEDBLOCK']._serialized_end=1004
+  _globals['_WATCHCACHEEVENTSRESPONSE']._serialized_start=1007
+  _globals['_WATCHCACHEEVENTSRESPONSE']._serialized_end=1236
+  _globals['_RUNTIMESERVICE']._serialized_start=1427
+  _globals['_RUNTIMESERVICE']._serialized_end=1778
 # @@protoc_insertion_point(module_scope)

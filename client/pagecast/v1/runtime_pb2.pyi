@@ -118,6 +118,7 @@ class GetLoadResponse(_message.Message):
     NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEVICE_US_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
     state: Global___ServingState.ValueType
@@ -136,6 +137,10 @@ class GetLoadResponse(_message.Message):
     num_recoveries: _builtins.int
     prompt_tokens: _builtins.int
     output_tokens: _builtins.int
+    device_us: _builtins.int
+    """Microseconds that steps have taken on the device (of rank 0, if there are several). How much it grows in a second is how busy
+    the device is.
+    """
     def __init__(
         self,
         *,
@@ -155,10 +160,11 @@ class GetLoadResponse(_message.Message):
         num_recoveries: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        device_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "instance_id", b"instance_id", "kv_utilization", b"kv_utilization", "num_blocks", b"num_blocks", "num_blocks_cached", b"num_blocks_cached", "num_blocks_referenced", b"num_blocks_referenced", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "prefix_tokens_asked", b"prefix_tokens_asked", "prefix_tokens_hit", b"prefix_tokens_hit", "prompt_tokens", b"prompt_tokens", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_us", b"device_us", "epoch", b"epoch", "instance_id", b"instance_id", "kv_utilization", b"kv_utilization", "num_blocks", b"num_blocks", "num_blocks_cached", b"num_blocks_cached", "num_blocks_referenced", b"num_blocks_referenced", "num_preemptions", b"num_preemptions", "num_recoveries", b"num_recoveries", "num_running", b"num_running", "num_waiting", b"num_waiting", "output_tokens", b"output_tokens", "prefix_tokens_asked", b"prefix_tokens_asked", "prefix_tokens_hit", b"prefix_tokens_hit", "prompt_tokens", b"prompt_tokens", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

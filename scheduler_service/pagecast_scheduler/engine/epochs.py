@@ -72,6 +72,7 @@ class Epochs:
         self.limits: EngineLimits | None = None
         self.epoch = last_epoch
         self.step = 0
+        self.device_us = 0  # of all steps of all epochs
         self.has_served = last_epoch > 0
         self.is_warm = False  # a step of this epoch has run
         self.num_epochs = 0
@@ -190,6 +191,7 @@ class Epochs:
         self._audit()
         self.clock.done(result.step, now)
         self.step = result.step
+        self.device_us += result.device_us
         self._num_decoding = len(result.tokens) // 4
         self._last_progress = now
         self.is_warm = self.has_served = True

@@ -54,6 +54,7 @@ class Metrics:
         self._first_token = histogram("time_to_first_token", "From acceptance to the first token")
         self._inter_token = histogram("inter_token_latency", "Mean time between tokens, one observation per sequence")
         self._end_to_end = histogram("request_latency", "From acceptance to the end")
+        self._device = Counter("pagecast_device_seconds", "Time that steps have taken on the device", registry=registry)
         self._last: dict[str, int] = {}
         self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
 
@@ -68,6 +69,7 @@ class Metrics:
         self._frontends.set(frontends.num_connected)
         for name, counter in self._totals.items():
             self._raise(counter, name, getattr(status, name))
+        self._raise(self._device, "device_us", status.device_us, 1e-6)
         self._raise(self._dropped, "dropped", num_dropped)
         self._raise(self._resent, "resent", group.num_resent)
         self._raise(self._refused.labels("worker"), "refused_workers", group.num_refused)
@@ -84,9 +86,9 @@ class Metrics:
         """Whether the recording that was asked for has ended early."""
         self._recording.set(has_failed)
 
-    def _raise(self, counter: Counter, name: str, total: int) -> None:
-        """Bring a counter up to a total that is counted elsewhere."""
-        counter.inc(max(total - self._last.get(name, 0), 0))
+    def _raise(self, counter: Counter, name: str, total: int, scale: float = 1.0) -> None:
+        """Bring a counter up to a total that is counted elsewhere, in units of `scale`."""
+        counter.inc(max(total - self._last.get(name, 0), 0) * scale)
         self._last[name] = total
 
     def observe(self, batch: FrontendBatch) -> None:

@@ -115,4 +115,5 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
             num_recoveries=status.num_recoveries,
             prompt_tokens=status.prompt_tokens,
             output_tokens=status.output_tokens,
+            device_us=status.device_us,
         )
