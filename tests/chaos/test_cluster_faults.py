@@ -62,6 +62,24 @@ async def test_stopped_for_longer_than_any_silence_is_forgiven(running: Cluster,
         await running.wait_idle()
 
 
+@pytest.mark.parametrize("role", ["scheduler", "frontend"])
+async def test_stopped_for_good_is_given_up_and_started_again(running: Cluster, role: str) -> None:
+    async with running.channels() as (first, second):
+        callers = await in_every_phase(first)
+        process = running.process(role)
+        process.suspend()
+        if role == "scheduler":
+            end = time.monotonic() + LIMIT_S
+            with Client(running.served.address) as client:
+                while client.health() == "SERVING":
+                    assert time.monotonic() < end, "healthy although nothing moves"
+                    await asyncio.sleep(0.05)
+        await finish(callers, second)
+        await running.wait_idle()
+    process.wait(LIMIT_S)
+    assert any(f"{role if role == 'scheduler' else 'frontend-0'} hangs" in line for line in running.served.lines)
+
+
 async def test_killed_while_others_drain() -> None:
     """SIGTERM with work under way; then one process after the other is killed. It ends with what it had promised, and leaves nothing."""
     with cluster("--oracle-step-us", "10000", "--max-num-seqs", "6", "--drain-timeout-s", "60") as running:

@@ -52,6 +52,9 @@ if mode == "last":  # serves once the workers have loaded, as a real front end d
 if name.startswith("frontend") and mode != "silent":
     (folder / f"{name}.address").write_text(f"127.0.0.1:{os.getpid()}")
     (folder / f"{name}.serving").touch()
+if mode == "hangs":
+    from pagecast_wire.pulse import Pulse
+    Pulse(str(folder / f"{name}.pulse")).beat()
 note("runs")
 while True:
     signal.pause()

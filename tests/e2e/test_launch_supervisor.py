@@ -5,14 +5,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from e2e.launch_roles import WAIT_S, Events, Notes, exited, roles, started, wait_ended
 
-from pagecast_scheduler.launch.events import ChildExited, ChildStarted, Failed, Loading, Ready, Stopping
+from pagecast_scheduler.launch import pulses
+from pagecast_scheduler.launch.events import ChildExited, ChildHung, ChildStarted, Failed, Loading, Ready, Stopping
 from pagecast_scheduler.launch.local import LaunchError, RestartPolicy, RunDir, Supervisor
+from pagecast_wire.pulse import Pulse, last_beat
 
 
 @pytest.fixture
@@ -59,6 +64,42 @@ def test_a_killed_process_is_started_again(tmp_path: Path, notes: Notes) -> None
             assert (exit_event.pid, exit_event.code) == (first.pid, -signal.SIGKILL) and exit_event.restart_in_s is not None
             events.wait(started(name), count=2)
     assert cluster.failure is None and gone(events.pids())
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulses, "HUNG_S", 0.3)
+    monkeypatch.setattr(pulses, "LOOK_S", 0.1)
+    events = Events()
+    with supervisor(tmp_path, events, scheduler="hangs") as cluster:
+        hung = events.wait(lambda e: isinstance(e, ChildHung))
+        assert isinstance(hung, ChildHung) and hung.name == "scheduler" and hung.silent_s > 0.3
+        assert events.wait(exited("scheduler")) == ChildExited("scheduler", hung.pid, -signal.SIGKILL, 0.01)
+        events.wait(started("scheduler"), count=2)
+        assert cluster.stop() == 0
+    assert {e.name for e in events.all if isinstance(e, ChildHung)} == {"scheduler"}, "without a pulse nobody is judged"
+
+
+def test_who_hangs(tmp_path: Path) -> None:
+    def child(name: str, started_at: float) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(name=name), started=started_at)
+
+    now = time.monotonic()
+    alive, silent, new, idle = (child(name, now - 100) for name in ("alive", "silent", "new", "idle"))
+    new.started = now + 5
+    for name in ("silent", "new", "idle"):
+        Pulse(str(tmp_path / f"{name}.pulse")).beat()
+    Pulse(str(tmp_path / "idle.pulse")).end()
+    nowhere = Pulse(str(tmp_path / "no" / "folder"))
+    nowhere.beat()
+    look = pulses.Pulses(tmp_path)
+    children = [alive, silent, new, idle]
+    for second in range(int(pulses.HUNG_S) + 3):
+        (tmp_path / "alive.pulse").write_bytes(int((now + second) * 1e9).to_bytes(8, "little"))
+        found = look.hung(children, now + second)
+        assert found == [] or second > pulses.HUNG_S
+    assert [each.spec.name for each, _ in found] == ["silent"]
+    assert look.hung(children, now + 60) == [], "the supervisor itself was stopped"
+    assert last_beat(str(tmp_path / "idle.pulse")) is None and last_beat(str(tmp_path / "nothing")) is None
 
 
 def test_a_dead_rank_takes_its_group_with_it_once(tmp_path: Path, notes: Notes) -> None:

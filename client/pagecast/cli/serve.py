@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pagecast import cluster, models
 from pagecast.cli import options
 from pagecast.cli.loading import LoadingBar
-from pagecast_scheduler.launch.events import ChildExited, Event, Failed, Loading, Ready, Stopping
+from pagecast_scheduler.launch.events import ChildExited, ChildHung, Event, Failed, Loading, Ready, Stopping
 from pagecast_scheduler.launch.local import LaunchError, RunDir, Supervisor
 from pagecast_scheduler.launch.output import write_line
 
@@ -78,6 +78,8 @@ class Screen:
             print(f"serving {self._model} {where}", flush=True)
         elif isinstance(event, Stopping):
             print(f"stopping {', '.join(event.names)}", flush=True)
+        elif isinstance(event, ChildHung):
+            self._complain(f"{event.name} hangs: no sign of life for {event.silent_s:.0f} s; it is killed")
         elif isinstance(event, ChildExited) and event.restart_in_s is not None:
             why = self._last_words.pop(event.name, f"exit code {event.code}")
             self._complain(f"{event.name} ended: {why}; it starts again in {event.restart_in_s:.1f} s")

@@ -28,6 +28,7 @@ from pagecast_scheduler.engine.workers import Lost, WorkerGroup
 from pagecast_wire.control import UnwatchCache, WatchCache
 from pagecast_wire.intake import EngineStatus, ServingState
 from pagecast_wire.keys import read_scheduler_keys
+from pagecast_wire.pulse import Pulse
 from pagecast_wire.result import ConstraintPrepared, StepResult
 
 TICK = SECOND // 5
@@ -77,6 +78,7 @@ class Engine:
         self._cache_feed = CacheFeed(self._frontends, self._incarnation)
         self._questions = Questions(self._epochs, self._group, self._intake, self._directory)
         self._metrics = Metrics(config.metrics_port) if config.metrics_port is not None else None
+        self._pulse = Pulse(f"{config.run_dir}/scheduler.pulse")
         self._poller = zmq.Poller()
         self._watched: set[int] = set()
         self._saved_epoch = state.epoch
@@ -122,6 +124,7 @@ class Engine:
 
     def close(self) -> None:
         """Close what was opened."""
+        self._pulse.end()
         self._frontend_router.close()
         self._worker_router.close()
         self._context.term()
@@ -238,6 +241,7 @@ class Engine:
     def _tick(self, now: int) -> None:
         """Everything that may wait a fifth of a second."""
         self._next_tick = now + TICK
+        self._pulse.beat()
         self._epochs.watch(now)
         for slot in self._frontends.take_vanished(now):
             self._intake.drop(slot, now)

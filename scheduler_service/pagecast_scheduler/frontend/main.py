@@ -42,6 +42,7 @@ from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_scheduler.frontend.tokenizer import Tokenizer, load_tokenizer
 from pagecast_scheduler.frontend.tracing import spans_to
 from pagecast_wire.intake import ServingState
+from pagecast_wire.pulse import Pulse
 
 log = structlog.get_logger("pagecast.frontend")
 
@@ -89,6 +90,7 @@ class Frontend:
         self._prompts = PromptMaker(tokenizer)
         self.state = ServiceState(config, self._engine, self._prompts, key)
         self._health = HealthServicer(SERVICES)
+        self._pulse = Pulse(f"{config.run_dir}/frontend-{config.index}.pulse")
         self._add_services()
         self._engine.on_change = self._on_change
         for listener in self._listeners:
@@ -138,6 +140,7 @@ class Frontend:
         loop = asyncio.get_running_loop()
         now = loop.time()
         guards = self._guards
+        self._pulse.beat()
         guards.metrics.loop_lag(now - due)
         if guards.certificates is not None:
             guards.metrics.certificate_expires(guards.certificates.value.expires.timestamp())
@@ -212,6 +215,7 @@ class Frontend:
         self.state.ending.set()
         await asyncio.gather(*(listener.server.stop(CLOSING_S) for listener in self._listeners))
         self._timer.cancel()
+        self._pulse.end()
         self._engine.close()
         self._prompts.close()
         self._guards.metrics.close()

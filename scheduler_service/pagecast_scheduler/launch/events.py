@@ -22,6 +22,15 @@ class ChildExited:
 
 
 @dataclass(frozen=True, slots=True)
+class ChildHung:
+    """A process gave no sign of life for so many seconds, and is killed; its end follows."""
+
+    name: str
+    pid: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Loading:
     """How far a rank's start is: `done` of `total` in a phase ("weights", "kernels", "warm-up")."""
 
@@ -54,4 +63,4 @@ class Failed:
     line: str
 
 
-Event = ChildStarted | ChildExited | Loading | Ready | Stopping | Failed
+Event = ChildStarted | ChildExited | ChildHung | Loading | Ready | Stopping | Failed

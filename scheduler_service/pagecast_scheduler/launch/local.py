@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
-from pagecast_scheduler.launch.events import ChildExited, ChildStarted, Event, Failed, Ready, Stopping
+from pagecast_scheduler.launch.events import ChildExited, ChildHung, ChildStarted, Event, Failed, Ready, Stopping
 from pagecast_scheduler.launch.output import OnOutput, OutputPump, to_stderr
 from pagecast_scheduler.launch.process import Child, Lifeline, RoleSpec
+from pagecast_scheduler.launch.pulses import Pulses
 from pagecast_scheduler.launch.readiness import Readiness
 from pagecast_scheduler.launch.restarts import RestartBudget, RestartPolicy
 from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
@@ -29,7 +30,7 @@ EXIT_FAULT: Final = 1
 EXIT_CONFIG: Final = 2
 _LOAD_ATTEMPTS: Final = 2
 _LOOK_S: Final = 0.1
-"""How often files are looked at while the cluster starts; afterwards nothing is polled."""
+"""How often files are looked at while the cluster starts; afterwards only signs of life are, now and then."""
 _DEFAULT_POLICY: Final = RestartPolicy()
 
 
@@ -58,6 +59,7 @@ class Supervisor:
         self._on_event, self._on_output = on_event, on_output
         self._budgets = {name: RestartBudget(policy) for name in self._specs}
         self._readiness = Readiness(run_dir.path, specs)
+        self._pulses = Pulses(run_dir.path)
         self._children: dict[str, Child] = {}
         self._due: dict[str, float] = dict.fromkeys(self._specs, 0.0)  # when to spawn; monotonic seconds
         self._condemned: set[int] = set()  # pids of ranks that were killed because another one died
@@ -144,6 +146,7 @@ class Supervisor:
             while not (self._stages and not self._children):
                 self._spawn_due(life, pump, selector)
                 self._look_at_files()
+                self._end_hung()
                 for key, _ in selector.select(self._patience()):
                     if key.data is None:
                         self._wake_end.recv(4096)
@@ -186,15 +189,21 @@ class Supervisor:
             self._settled.set()
             self._on_event(Ready(addresses))
 
-    def _patience(self) -> float | None:
-        """Seconds until something is due by time alone; None: nothing is."""
+    def _end_hung(self) -> None:
+        """A process that is there and does nothing any more is as good as dead, and starts again like a dead one."""
+        for child, silent in self._pulses.hung(self._children.values(), time.monotonic()):
+            self._on_event(ChildHung(child.spec.name, child.pid, silent))
+            child.signal(signal.SIGKILL)
+
+    def _patience(self) -> float:
+        """Seconds until something is due by time alone."""
         now = time.monotonic()
-        waits = [due - now for due in self._due.values()]
+        waits = [due - now for due in self._due.values()] + [self._pulses.next_look - now]
         if not self._settled.is_set():
             waits.append(_LOOK_S)
         if self._stages and self._stages.deadline is not None:
             waits.append(self._stages.deadline - now)
-        return max(0.0, min(waits)) if waits else None
+        return max(0.0, min(waits))
 
     def _on_exit(self, child: Child) -> None:
         code, spec = child.reap(), child.spec

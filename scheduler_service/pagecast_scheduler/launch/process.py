@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -66,6 +67,7 @@ class Child:
         finally:
             os.close(writer)
         self.pid = self._process.pid
+        self.started = time.monotonic()
         self.pidfd = os.pidfd_open(self.pid)
 
     def signal(self, number: signal.Signals) -> None:
