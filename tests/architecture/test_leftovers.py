@@ -9,14 +9,15 @@ import zmq
 
 
 def test_a_process_is_found_whose_parent_has_gone() -> None:
+    before = leftovers.processes()  # what other tests of this process share for longer
     read, write = os.pipe()
     child = f"[sys.executable, '-c', 'import os; os.read({read}, 1)'], pass_fds=[{read}], start_new_session=True"
     code = f"import subprocess, sys; subprocess.Popen({child})"
     subprocess.run([sys.executable, "-c", code], pass_fds=[read], check=True)
-    (found,) = leftovers.wait_for_none([], leftovers.processes, patience_s=0.0)
+    (found,) = leftovers.wait_for_none(before, leftovers.processes, patience_s=0.0)
     assert "os.read" in found
     os.write(write, b"!")
-    assert leftovers.wait_for_none([], leftovers.processes) == []
+    assert leftovers.wait_for_none(before, leftovers.processes) == []
     for end in (read, write):
         os.close(end)
 

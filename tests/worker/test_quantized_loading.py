@@ -117,7 +117,7 @@ def test_weights_rounded_while_they_load(method, tmp_path):
         for name, parameter in model.named_parameters():
             if "_proj.weight" in name:
                 parameter.copy_(stored.rounded(parameter, method, 128, name).dense(torch.float32))
-    want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
+        want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
     got = Forward(executor).chunk(PROMPT)
     if method == "int4":
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
