@@ -1,9 +1,10 @@
-"""`pagecast bench startup`: seconds from starting a private cluster to SERVING and to the first token, several starts in a row."""
+"""`pagecast bench startup`: seconds from starting a private cluster to SERVING and to the first token, several starts in a row, and what
+rank 0 spent them on."""
 
 import argparse
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds from the call to SERVING and to the first token of a 16-token prompt; kv_tokens: tokens the KV pool holds."""
+    """Seconds from the call to SERVING and to the first token of a 16-token prompt; kv_tokens: tokens the KV pool holds. phases: seconds
+    that rank 0 was in each, by name: `start` is everything before its first report (spawning, imports, reading headers), `join`
+    everything after its last."""
 
     serving_s: float
     first_token_s: float
     kv_tokens: int
+    phases: dict[str, float]
+
+
+@dataclass(slots=True)
+class Phases:
+    """When rank 0 was first heard to be in each phase, in seconds of the performance counter."""
+
+    began: dict[str, float]
+    ended: float = 0.0
+    _last: str = field(default="start", init=False)
+
+    def note(self, event: object) -> None:
+        """Takes what the supervisor tells."""
+        from pagecast_scheduler.launch.events import Loading
+
+        if not isinstance(event, Loading) or event.rank != 0:
+            return
+        now = time.perf_counter()
+        if event.phase != self._last:
+            self.began.setdefault(event.phase, now)
+            self._last = event.phase
+        self.ended = now
+
+    def seconds(self, until: float) -> dict[str, float]:
+        """Lengths of the phases. until: when the cluster served."""
+        ended = self.ended or until
+        names, times = list(self.began), [*self.began.values(), ended, until]
+        return {name: round(after - at, 2) for name, at, after in zip([*names, "join"], times, times[1:], strict=False)}
 
 
 def one_start(model: dict[str, str]) -> Start:
-    """model: what LLM is given."""
-    from pagecast.llm import LLM
+    """model: options that name it."""
+    from pagecast import cluster
     from pagecast.sampling import SamplingParams
     from pagecast.sync import Client
 
     begin = time.perf_counter()
-    with LLM(**model) as llm:  # type: ignore[arg-type]
-        serving = time.perf_counter() - begin
-        llm.generate([list(range(10, 26))], SamplingParams(max_tokens=1, ignore_eos=True))
-        first = time.perf_counter() - begin
-        with Client(llm.target) as client:
+    phases = Phases({"start": begin})
+    with cluster.PrivateCluster(cluster.settings(**model), cluster.Watch(phases.note)) as private:
+        now = time.perf_counter()
+        serving, spent = now - begin, phases.seconds(now)
+        with Client(private.target) as client:
+            client.generate(list(range(10, 26)), SamplingParams(max_tokens=1, ignore_eos=True))
+            first = time.perf_counter() - begin
             pool = client.models()[0].limits.max_pool_tokens
-        return Start(round(serving, 2), round(first, 2), pool)
+        return Start(round(serving, 2), round(first, 2), pool, spent)
 
 
 def write_checkpoint(folder: str, shape: str) -> None:
@@ -72,9 +105,13 @@ def run(args: argparse.Namespace) -> int:
         for number in range(args.starts):
             start = one_start(model)
             starts.append(asdict(start))
-            print(f"start {number + 1}: serving after {start.serving_s} s, first token after {start.first_token_s} s", flush=True)
-    named = (("first", starts[0]), ("last", starts[-1]))
-    metrics = {f"startup.{name}.{which}.{key}": value for which, start in named for key, value in start.items() if key != "kv_tokens"}
+            print(f"start {number + 1}: serving after {start.serving_s} s, first token after {start.first_token_s} s; rank 0: "
+                  + ", ".join(f"{phase} {seconds} s" for phase, seconds in start.phases.items()), flush=True)
+    metrics = {}
+    for which, found in (("first", starts[0]), ("last", starts[-1])):
+        shown = {key: value for key, value in found.items() if key not in ("kv_tokens", "phases")}
+        shown |= {f"phases.{phase}": seconds for phase, seconds in found["phases"].items()}
+        metrics |= {f"startup.{name}.{which}.{key}": value for key, value in shown.items()}
     metrics[f"startup.{name}.kv_tokens"] = starts[-1]["kv_tokens"]
     print(f"written to {results.write(args.json, f'startup-{name}', metrics, {'starts': starts})}")
     return 0
