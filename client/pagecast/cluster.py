@@ -80,8 +80,8 @@ def role_specs(chosen: Mapping[str, Any], run_dir: str) -> list[RoleSpec]:
     for index in range(chosen["num_frontends"]):
         shares = chosen["num_frontends"] > 1 or chosen.get("keeps_port", False)  # with each other, or with the socket that keeps it
         values = _role_values(options.FRONTEND, chosen, run_dir) | {"index": index, "reuse_port": shares}
-        if index > 0:
-            values["uds"] = None  # a Unix socket has one listener
+        if index > 0:  # a Unix socket has one listener
+            values["uds"] = f"{values['uds']}.{index}" if chosen.get("own_sockets", False) else None
         values["gateway_socket"] = chosen["http_port"] is not None
         specs.append(RoleSpec("frontend", _argv(options.FRONTEND, values), index, grace_s=grace))
     if chosen["http_port"] is not None:
@@ -160,7 +160,8 @@ class Watch:
 
 
 class PrivateCluster:
-    """A cluster for this program alone, reached through a Unix socket in a folder of mode 0700; it ends when the program does.
+    """A cluster for this program alone, reached through Unix sockets in a folder of mode 0700, one for each front end; it ends when the
+    program does.
 
     Blocks until the cluster serves. Raises StartError, with the last thing the failing process said.
     """
@@ -172,7 +173,9 @@ class PrivateCluster:
             raise StartError(str(error), error.exit_code) from None
         # Nobody balances over a private cluster: its end need not be announced, and its calls end with it.
         private = dict(chosen) | {"port": 0, "uds": str(run_dir.path / "client.sock"), "drain_announce_s": 0.0, "drain_timeout_s": 0.5}
+        private["own_sockets"] = True
         self.target = f"unix:{private['uds']}"
+        self.targets = (self.target, *(f"{self.target}.{index}" for index in range(1, private["num_frontends"])))
         self._supervisor = Supervisor(role_specs(private, str(run_dir.path)), run_dir, watch.on_event, watch.on_output)
         try:
             check(private)

@@ -1,6 +1,8 @@
 """LLM and AsyncLLM: a model inside a program. They start a cluster of their own, of the same processes as `pagecast serve`, and stop it."""
 
+import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Semaphore
@@ -63,6 +65,12 @@ class RequestOutput:
         )
 
 
+def front_ends() -> int:
+    """How many front ends a program's own cluster has where it does not say: one keeps a processor busy with some thousand requests a
+    second, which small models exceed."""
+    return 2 if len(os.sched_getaffinity(0)) >= 8 else 1
+
+
 class _Embedded:
     """A private cluster and its end. Options are those of `pagecast serve`, with underscores."""
 
@@ -75,7 +83,8 @@ class _Embedded:
 
         chosen = cluster.settings(
             model, tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len,
-            enable_prefix_caching=enable_prefix_caching, random_weights=random_weights, executor=executor, **_PRIVATE | options,
+            enable_prefix_caching=enable_prefix_caching, random_weights=random_weights, executor=executor,
+            **_PRIVATE | {"num_frontends": front_ends()} | options,
         )
         self._cluster = cluster.PrivateCluster(chosen)
         self.target: str = self._cluster.target
@@ -97,8 +106,9 @@ class LLM(_Embedded):
         self._window = max(64, 2 * max_num_seqs)
         # A subchannel pool of its own makes each channel a connection.
         arguments = channel_options([("grpc.use_local_subchannel_pool", 1)])
-        count = -(-self._window // _CALLS_PER_CONNECTION)
-        self._channels = [grpc.insecure_channel(self.target, arguments) for _ in range(count)]
+        targets = self._cluster.targets
+        count = max(len(targets), -(-self._window // _CALLS_PER_CONNECTION))
+        self._channels = [grpc.insecure_channel(targets[number % len(targets)], arguments) for number in range(count)]
         self._stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
 
     def generate(
@@ -163,14 +173,16 @@ class AsyncLLM(_Embedded):
                 ...
     """
 
-    _client: AsyncClient | None = None
+    _clients: deque[AsyncClient] | None = None
 
     def _connected(self) -> AsyncClient:
+        """The front ends in turn."""
         if not self._end.alive:
             raise PagecastError("this AsyncLLM is closed")
-        if self._client is None:
-            self._client = AsyncClient(self.target)
-        return self._client
+        if self._clients is None:
+            self._clients = deque(AsyncClient(target) for target in self._cluster.targets)
+        self._clients.rotate(1)
+        return self._clients[0]
 
     def stream(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
@@ -186,8 +198,8 @@ class AsyncLLM(_Embedded):
 
     async def close(self) -> None:
         """Stop the cluster. May be called again."""
-        if self._client is not None:
-            await self._client.close()
+        for client in self._clients or ():
+            await client.close()
         self._end()
 
     async def __aenter__(self) -> Self:

@@ -9,14 +9,15 @@ import pytest
 from e2e.launch_roles import wait_ended
 
 from pagecast import LLM, AsyncLLM, SamplingParams, errors, types
-from pagecast.llm import listed
+from pagecast.llm import front_ends, listed
 from pagecast_worker.oracle import oracle_tokens
 
 LONG = SamplingParams(max_tokens=32, ignore_eos=True, seed=1)
 
 
 def test_results_come_in_the_order_of_the_prompts() -> None:
-    with LLM(executor="oracle", max_num_seqs=8) as llm:
+    with LLM(executor="oracle", max_num_seqs=8, num_frontends=2) as llm:
+        assert len(llm._channels) == 2  # calls go to both in turn
         prompts = [[number + 1, 2, 3] for number in range(200)]
         params = [SamplingParams(max_tokens=1 + number % 7, ignore_eos=True, detokenize=False, seed=number) for number in range(200)]
         together = llm.generate(prompts, params)
@@ -75,7 +76,7 @@ async def test_async_streams_run_side_by_side_and_can_be_left() -> None:
                 got += event.token_ids
         return tuple(got)
 
-    async with AsyncLLM(executor="oracle", max_num_seqs=8) as llm:
+    async with AsyncLLM(executor="oracle", max_num_seqs=8, num_frontends=2) as llm:
         streamed = await asyncio.gather(*(read([number + 1, 5]) for number in range(20)))
         whole = await asyncio.gather(*(llm.generate([number + 1, 5], LONG) for number in range(20)))
         assert streamed == [output.outputs[0].token_ids for output in whole]
@@ -109,7 +110,7 @@ def test_no_process_outlives_the_program(end: str, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM.format(end=end)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout and process.stderr
     children = [int(pid) for pid in process.stdout.readline().split()]
-    assert len(children) == 3
+    assert len(children) == 2 + front_ends()
     _, errors_said = process.communicate(timeout=120)
     assert process.returncode == code, errors_said
     wait_ended(children)
