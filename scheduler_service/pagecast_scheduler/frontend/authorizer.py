@@ -43,7 +43,7 @@ class Authorizer:
 
     def __init__(self, table: Reloading[auth_file.AuthTable] | None, has_client_ca: bool) -> None:
         self._table = table
-        self._has_client_ca = has_client_ca
+        self.has_client_ca = has_client_ca
 
     def refresh(self) -> int:
         """Takes a changed file over. Returns how often one could not be."""
@@ -58,7 +58,7 @@ class Authorizer:
         A token decides where one is given. Raises Refusal with UNAUTHENTICATED.
         """
         table = None if self._table is None else self._table.value
-        if table is None and not self._has_client_ca:
+        if table is None and not self.has_client_ca:
             return ANONYMOUS
         if authorization is not None and table is not None:
             scheme, _, token = authorization.partition(" ")

@@ -1,6 +1,7 @@
 """What is known of the call that the current task answers: who calls, and what its metadata says. Set by the interceptor (or the
 gateway) before any handler runs, read wherever it matters; a task without a call counts as an anonymous one."""
 
+import random
 import re
 import secrets
 from collections.abc import Iterable
@@ -46,6 +47,10 @@ class Call:
     reason: str = ""
 
 
+_trace_ids = random.Random(secrets.randbits(256))
+"""Traces need ids that differ, not ids that nobody can guess; a system call for each would be felt."""
+
+
 _current: ContextVar[Call | None] = ContextVar("pagecast_call", default=None)
 
 
@@ -61,7 +66,12 @@ def enter(call: Call) -> None:
 
 def begin_trace() -> Trace:
     """A trace of our own."""
-    return Trace(secrets.token_hex(16), "", secrets.token_hex(8), False)
+    return Trace(f"{_trace_ids.getrandbits(128) or 1:032x}", "", span_id(), False)
+
+
+def span_id() -> str:
+    """A span's; never zero, which would be none."""
+    return f"{_trace_ids.getrandbits(64) or 1:016x}"
 
 
 def read_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> Call:
@@ -107,7 +117,7 @@ def parse_traceparent(text: str, state: str) -> Trace | None:
     version, trace_id, parent_id, flags, more = match.groups()
     if version == "ff" or (version == "00" and more) or set(trace_id) == {"0"} or set(parent_id) == {"0"}:
         return None
-    return Trace(trace_id, parent_id, secrets.token_hex(8), bool(int(flags, 16) & 1), state)
+    return Trace(trace_id, parent_id, span_id(), bool(int(flags, 16) & 1), state)
 
 
 def is_tracestate(text: str) -> bool:

@@ -109,7 +109,8 @@ class CallInterceptor:
         if self._principal is not None:
             call.principal = self._principal
         else:
-            call.principal = self._authorizer.identify(call.authorization, sans_of(context))
+            sans = sans_of(context) if self._authorizer.has_client_ca else ()
+            call.principal = self._authorizer.identify(call.authorization, sans)
         call.authorization = None
         self._authorizer.allow(call.principal, method)
         return call
