@@ -4,7 +4,7 @@ AdminService is on the operators' listeners alone: the socket admin-<index>.sock
 says and does holds for the whole replica.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -63,6 +63,7 @@ class OpenRequest:
     num_recoveries: int
     num_readers: int
     waiting: Waiting | None
+    labels: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def open_request(message: pb.RequestInfo) -> OpenRequest:
         seconds(message.age), seconds(message.deadline) if message.HasField("deadline") else None, message.num_sequences,
         message.prompt_tokens, message.computed_tokens, message.output_tokens, message.blocks_held, message.num_preemptions,
         message.num_recoveries, message.num_readers, _waiting(message.waiting) if message.HasField("waiting") else None,
+        dict(message.labels),
     )
 
 

@@ -22,12 +22,13 @@ def event(message: pb.StreamEvent) -> types.Event | None:
         calls = tuple(types.ToolCallDelta(c.index, c.id, c.name, c.arguments) for c in new.tool_calls)
         return types.Tokens(
             message.seq, new.sequence_index, new.first_token_offset, tuple(new.token_ids), new.text, logprobs(new.logprobs),
-            new.reasoning_text, calls,
+            new.reasoning_text, calls, new.raw_bytes,
         )
     if kind == "accepted":
         got = message.accepted
         return types.Accepted(
-            message.seq, got.request_id, got.model, got.model_digest, got.prompt_tokens, got.queue_position, effective(got.effective)
+            message.seq, got.request_id, got.model, got.model_digest, got.prompt_tokens, got.queue_position, effective(got.effective),
+            got.truncated_prompt_tokens,
         )
     if kind == "progress":
         now = message.progress
@@ -52,6 +53,7 @@ def generation(message: pb.GenerateResponse) -> types.Generation:
     return types.Generation(
         message.request_id, message.model, message.model_digest, effective(message.effective), tuple(map(sequence, message.sequences)),
         usage(message.usage), timings(message.timings), message.num_recoveries, logprobs(message.prompt_logprobs),
+        message.truncated_prompt_tokens,
     )
 
 
@@ -60,7 +62,7 @@ def sequence(message: pb.GeneratedSequence) -> types.Sequence:
     calls = tuple(types.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls)
     return types.Sequence(
         message.sequence_index, message.text, tuple(message.token_ids), _REASONS.get(message.reason, "unspecified"), matched(message),
-        usage(message.usage), logprobs(message.logprobs), message.reasoning_text, calls,
+        usage(message.usage), logprobs(message.logprobs), message.reasoning_text, calls, message.raw_bytes,
     )
 
 
@@ -115,7 +117,7 @@ def model(message: model_pb2.Model) -> types.Model:
         message.kv_bytes_per_token, message.quantization, tuple(message.end_token_ids), limits,
         known.chat if known.HasField("chat") else None, known.prefix_cache if known.HasField("prefix_cache") else None,
         tuple(known.constraints), known.tool_call_format if known.HasField("tool_call_format") else None,
-        known.reasoning_format if known.HasField("reasoning_format") else None,
+        known.reasoning_format if known.HasField("reasoning_format") else None, message.tokenizer_digest,
     )
 
 

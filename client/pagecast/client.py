@@ -168,6 +168,11 @@ class AsyncClient:
         request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._ask(self._tokenizer.Detokenize(request, metadata=self._metadata))).text
 
+    async def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
+        """How many tokens a text or a conversation has. options: those of conversations, and model."""
+        request = requests.count_tokens(prompt, options)
+        return int((await self._ask(self._tokenizer.CountTokens(request, metadata=self._metadata))).num_tokens)
+
     async def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
         """What a conversation becomes under the model's own template. options: those of conversations, and model."""
         request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=requests.chat_prompt(messages))

@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from pagecast.sampling import SamplingParams
 from pagecast.types import CacheEvents, ChatMessage, Tool
 from pagecast.v1 import generation_pb2 as pb
-from pagecast.v1 import runtime_pb2
+from pagecast.v1 import runtime_pb2, tokenizer_pb2
 
 Chat = Sequence[ChatMessage | Mapping[str, Any]]
 Prompt = str | Sequence[int] | Chat
@@ -18,6 +18,8 @@ Prompt = str | Sequence[int] | Chat
 ToolChoice = Literal["auto", "none", "required"]
 
 Priority = Literal["batch", "normal", "interactive"]
+Truncate = Literal["none", "start", "end"]
+SlowConsumer = Literal["pause", "abort"]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -28,7 +30,10 @@ class RequestOptions(TypedDict, total=False):
 
     For streams: resume: go on elsewhere when the server is lost (on unless said otherwise); detach_grace: the request goes on for so
     long when the connection breaks, for a resume to find; flush_interval: let output gather; max_tokens_per_event: cut it up. attach: join
-    a live request of this caller with the same request_id and the same wishes.
+    a live request of this caller with the same request_id and the same wishes. slow_consumer: what happens when credit_tokens tokens are
+    unread.
+
+    labels: notes for the server's logs and operators. truncate: drop this end of a prompt that is too long. adapter: of the model.
 
     For conversations: tools that the model may call; tool_choice, or tool_name for the one tool to call; template_kwargs: values that the
     model's template reads, such as {"enable_thinking": False}; add_generation_prompt: whether the assistant's turn is begun.
@@ -45,6 +50,11 @@ class RequestOptions(TypedDict, total=False):
     flush_interval: float
     max_tokens_per_event: int
     attach: bool
+    slow_consumer: SlowConsumer
+    credit_tokens: int
+    labels: Mapping[str, str]
+    truncate: Truncate
+    adapter: str
     priority: Priority
     cache_scope: str
     bypass_prefix_cache: bool
@@ -63,6 +73,10 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
     spec = pb.GenerationSpec(model=options.get("model", ""), request_id=options.get("request_id", ""))
     if options.get("attach"):
         spec.attach = True
+    spec.adapter = options.get("adapter", "")
+    spec.labels.update(options.get("labels", {}))
+    if "truncate" in options:
+        spec.truncate = pb.Truncate.Value(f"TRUNCATE_{options['truncate'].upper()}")
     _set_prompt(spec, prompt)
     if _CHAT_OPTIONS & options.keys():
         if spec.WhichOneof("input") != "chat":
@@ -90,6 +104,10 @@ def delivery(options: RequestOptions) -> pb.DeliveryOptions:
         message.flush_interval.CopyFrom(duration(options["flush_interval"]))
     if "max_tokens_per_event" in options:
         message.max_tokens_per_event = options["max_tokens_per_event"]
+    if "credit_tokens" in options:
+        message.credit_tokens = options["credit_tokens"]
+    if "slow_consumer" in options:
+        message.slow_consumer = pb.SlowConsumer.Value(f"SLOW_CONSUMER_{options['slow_consumer'].upper()}")
     if "detach_grace" in options:
         message.on_disconnect = pb.ON_DISCONNECT_DETACH
         message.detach_grace.CopyFrom(duration(options["detach_grace"]))
@@ -124,6 +142,17 @@ def chat_prompt(messages: Chat) -> pb.ChatPrompt:
             for m in values
         ]
     )
+
+
+def count_tokens(prompt: str | Chat, options: RequestOptions) -> tokenizer_pb2.CountTokensRequest:
+    """What is to be counted."""
+    request = tokenizer_pb2.CountTokensRequest(model=options.get("model", ""))
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.chat.CopyFrom(chat_prompt(prompt))
+        fill_chat(request.chat, options)
+    return request
 
 
 def fill_chat(chat: pb.ChatPrompt, options: RequestOptions) -> None:

@@ -24,7 +24,8 @@ class SamplingParams:
 
     json_schema (text or mapping), json_object, regex, choices, grammar (Lark): what the output must be; one of them at most.
 
-    logprobs, prompt_logprobs: log-probabilities of output and prompt tokens, with so many of the likeliest beside each.
+    logprobs, prompt_logprobs: log-probabilities of output and prompt tokens, with so many of the likeliest beside each;
+    prompt_logprobs_positions: of the prompt's last so many alone. raw_bytes: what the tokens stand for as bytes, too.
     detokenize: False leaves the text out. skip_special_tokens: False shows them in the text. parse_reasoning, parse_tool_calls:
     whether reasoning and tool calls come apart from the text; None is by the model's family.
     """
@@ -55,6 +56,8 @@ class SamplingParams:
     grammar: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_positions: int | None = None
+    raw_bytes: bool = False
     detokenize: bool = True
     skip_special_tokens: bool | None = None
     parse_reasoning: bool | None = None
@@ -122,6 +125,11 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             options.prompt_logprobs.SetInParent()
             _count("prompt_logprobs", options.prompt_logprobs, "top_n", self.prompt_logprobs)
+            _count("prompt_logprobs_positions", options.prompt_logprobs, "max_positions", self.prompt_logprobs_positions)
+        elif self.prompt_logprobs_positions is not None:
+            raise ValueError("prompt_logprobs_positions goes with prompt_logprobs")
+        if self.raw_bytes:
+            options.raw_bytes = True
 
 
 def _count(name: str, message: pb.SamplingOptions | pb.StoppingOptions | pb.LogprobsOptions, field: str, value: int | None) -> None:

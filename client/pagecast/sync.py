@@ -158,6 +158,11 @@ class Client:
         text: str = self._ask(self._tokenizer.Detokenize, request).text
         return text
 
+    def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
+        """How many tokens a text or a conversation has. options: those of conversations, and model."""
+        request = requests.count_tokens(prompt, options)
+        return int(self._ask(self._tokenizer.CountTokens, request).num_tokens)
+
     def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
         """What a conversation becomes under the model's own template. options: those of conversations, and model."""
         request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=requests.chat_prompt(messages))

@@ -90,7 +90,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """First event of a stream: the request is in the queue."""
+    """First event of a stream: the request is in the queue. truncated_prompt_tokens: dropped from the prompt, where that was allowed."""
 
     seq: int
     request_id: str
@@ -99,6 +99,7 @@ class Accepted:
     prompt_tokens: int
     queue_position: int
     effective: Effective
+    truncated_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,8 @@ class ToolCallDelta:
 class Tokens:
     """New output of one sequence: token ids from offset first_token_offset on, and text that is always complete characters.
 
-    logprobs: one for each id, if asked for. reasoning_text and tool_calls: what was parsed out of the text, no part of `text`.
+    logprobs: one for each id, if asked for. reasoning_text and tool_calls: what was parsed out of the text, no part of `text`. raw_bytes:
+    of these ids, if asked for.
     """
 
     seq: int
@@ -168,6 +170,7 @@ class Tokens:
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning_text: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    raw_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ class Sequence:
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning_text: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    raw_bytes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,7 @@ class Generation:
     timings: Timings
     num_recoveries: int
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    truncated_prompt_tokens: int = 0
 
     @property
     def text(self) -> str:
@@ -280,6 +285,10 @@ class Limits:
     max_duration_s: int
     min_progress_s: float
     max_progress_s: float
+    max_labels: int
+    max_label_key_length: int
+    max_label_value_length: int
+    max_credit_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +311,7 @@ class Model:
     constraints: tuple[str, ...] = ()
     tool_call_format: str | None = None
     reasoning_format: str | None = None
+    tokenizer_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,7 @@ class RequestReport(Struct, frozen=True, forbid_unknown_fields=True):
     tenant_served_tokens: int
     least_served_tokens: int  # of the active tenants
     lane: int  # class it waits in, ageing included; -1: overdue
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 class ListRequests(Struct, frozen=True, forbid_unknown_fields=True, tag="list_requests"):

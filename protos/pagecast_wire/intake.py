@@ -134,6 +134,7 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     spec: bytes = b""
     join: bool = False
     keep: bool = False
+    labels: tuple[tuple[str, str], ...] = ()  # the caller's notes, for operators
 
 
 class Submit(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="submit"):

@@ -306,10 +306,11 @@ def test_workers_are_restarted_under_streams_and_logs_follow_the_level(served: S
 
 async def test_the_asynchronous_operator(served: Served) -> None:
     async with AsyncClient(served.address) as client, AsyncClient(f"unix:{run_dir_of(served)}/admin-0.sock") as operator:
-        async with client.stream(PROMPT, sampling(3, 3000), request_id="open") as stream:
+        async with client.stream(PROMPT, sampling(3, 3000), request_id="open", labels={"team": "search"}) as stream:
             await anext(stream)
             (seen,) = [info async for info in operator.admin.requests()]
             assert (seen.request_id, seen.priority, seen.num_readers, seen.prompt_tokens) == ("open", "normal", 1, len(PROMPT))
+            assert seen.labels == {"team": "search"}
             assert await operator.admin.drain(60.0) == 1 and await operator.admin.undrain() == 1
             report = await operator.admin.cancel(["open", "nobody"])
             assert (report.cancelled, report.finished, report.unknown) == (("open",), (), ("nobody",))

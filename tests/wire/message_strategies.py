@@ -37,6 +37,8 @@ def _of(info: Any) -> st.SearchStrategy[Any]:
         return st.fixed_dictionaries(fields).map(lambda values, cls=info.cls: cls(**values))
     if isinstance(info, inspect.VarTupleType):
         return st.lists(_of(info.item_type), max_size=3).map(tuple)
+    if isinstance(info, inspect.TupleType):
+        return st.tuples(*(_of(item) for item in info.item_types))
     if isinstance(info, inspect.UnionType):
         return st.one_of(*(_of(option) for option in info.types))
     if isinstance(info, inspect.EnumType):

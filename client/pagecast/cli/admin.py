@@ -63,7 +63,8 @@ def _requests(admin: Admin, args: argparse.Namespace) -> int:
 def _line(info: OpenRequest) -> str:
     why = "" if info.waiting is None else f": {info.waiting.explanation}"
     done = f"{info.computed_tokens}/{info.prompt_tokens} prompt, {info.output_tokens} output"
-    return f"{info.request_id}  {info.phase}  {info.age:.1f} s  {done}{why}"
+    labels = "".join(f"  {key}={value}" for key, value in sorted(info.labels.items()))
+    return f"{info.request_id}  {info.phase}  {info.age:.1f} s  {done}{labels}{why}"
 
 
 def _cancel(admin: Admin, args: argparse.Namespace) -> int:

@@ -73,6 +73,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("otlp_endpoint", str, None, "URL of an OpenTelemetry collector (OTLP over gRPC) that gets a span per call", _FRONT),
     Option("insecure", bool, False, "allow plaintext on an address that other machines reach", _LISTEN),
     Option("max_message_bytes", int, 8 << 20, "largest message taken or sent, in bytes", _LISTEN),
+    Option("max_metadata_bytes", int, 16 << 10, "metadata taken with a call, in bytes", _FRONT),
     Option("drain_announce_s", float, 5.0, "after SIGTERM, seconds of NOT_SERVING before new calls are refused", _FRONT),
     Option("drain_timeout_s", float, 30.0, "after SIGTERM, seconds that running calls may go on", _FRONT),
     Option("slow_consumer_timeout_s", float, 60.0, "seconds a stream may stay paused because its client does not read", _FRONT),

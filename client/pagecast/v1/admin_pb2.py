@@ -26,17 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pagecast.v1 import generation_pb2 as pagecast_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagecast/v1/admin.proto\x12\x0bpagecast.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpagecast/v1/generation.proto\";\n\x0c\x44rainRequest\x12+\n\x08\x61nnounce\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rDrainResponse\x12\x10\n\x08num_open\x18\x01 \x01(\r\"\x10\n\x0eUndrainRequest\"#\n\x0fUndrainResponse\x12\x10\n\x08num_open\x18\x01 \x01(\r\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"o\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.pagecast.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\r\"\xb2\x03\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\'\n\x08priority\x18\x03 \x01(\x0e\x32\x15.pagecast.v1.Priority\x12!\n\x05phase\x18\x04 \x01(\x0e\x32\x12.pagecast.v1.Phase\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64\x65\x61\x64line\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x0b \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\r\x12\x16\n\x0enum_recoveries\x18\r \x01(\r\x12\x13\n\x0bnum_readers\x18\x0e \x01(\r\x12%\n\x07waiting\x18\x0f \x01(\x0b\x32\x14.pagecast.v1.Waiting\"\xd5\x01\n\x07Waiting\x12%\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32\x16.pagecast.v1.WaitCause\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\x15\n\rblocks_needed\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x1c\n\x14tenant_served_tokens\x18\x05 \x01(\x04\x12\x1b\n\x13least_served_tokens\x18\x06 \x01(\x04\x12\x0f\n\x07overdue\x18\x07 \x01(\x08\x12\x13\n\x0b\x65xplanation\x18\x08 \x01(\t\"9\n\x15\x43\x61ncelRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"r\n\x16\x43\x61ncelRequestsResponse\x12\x1d\n\x15\x63\x61ncelled_request_ids\x18\x01 \x03(\t\x12\x1c\n\x14\x66inished_request_ids\x18\x02 \x03(\t\x12\x1b\n\x13unknown_request_ids\x18\x03 \x03(\t\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x17\n\x15RestartWorkersRequest\"A\n\x16RestartWorkersResponse\x12\x11\n\tnum_ranks\x18\x01 \x01(\r\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\"\x18\n\x16\x43heckInvariantsRequest\"\xe2\x01\n\x17\x43heckInvariantsResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x11\n\tviolation\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_clean\x18\x04 \x01(\r\x12\x12\n\nnum_cached\x18\x05 \x01(\r\x12\x16\n\x0enum_referenced\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12*\n\x07\x65lapsed\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x12SetLogLevelRequest\x12$\n\x05level\x18\x01 \x01(\x0e\x32\x15.pagecast.v1.LogLevel\">\n\x13SetLogLevelResponse\x12\'\n\x08previous\x18\x01 \x01(\x0e\x32\x15.pagecast.v1.LogLevel*\x99\x02\n\tWaitCause\x12\x1a\n\x16WAIT_CAUSE_UNSPECIFIED\x10\x00\x12\x13\n\x0fWAIT_CAUSE_NEXT\x10\x01\x12\x15\n\x11WAIT_CAUSE_BEHIND\x10\x02\x12\x15\n\x11WAIT_CAUSE_BLOCKS\x10\x03\x12\x13\n\x0fWAIT_CAUSE_ROWS\x10\x04\x12\x18\n\x14WAIT_CAUSE_STEP_FULL\x10\x05\x12\x1a\n\x16WAIT_CAUSE_BATCH_DELAY\x10\x06\x12\x15\n\x11WAIT_CAUSE_PAUSED\x10\x07\x12\x18\n\x14WAIT_CAUSE_ISOLATION\x10\x08\x12\x19\n\x15WAIT_CAUSE_NO_WORKERS\x10\t\x12\x16\n\x12WAIT_CAUSE_SIBLING\x10\n*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xb0\x05\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.pagecast.v1.DrainRequest\x1a\x1a.pagecast.v1.DrainResponse\x12\x44\n\x07Undrain\x12\x1b.pagecast.v1.UndrainRequest\x1a\x1c.pagecast.v1.UndrainResponse\x12S\n\x0cListRequests\x12 .pagecast.v1.ListRequestsRequest\x1a!.pagecast.v1.ListRequestsResponse\x12Y\n\x0e\x43\x61ncelRequests\x12\".pagecast.v1.CancelRequestsRequest\x1a#.pagecast.v1.CancelRequestsResponse\x12_\n\x10ResetPrefixCache\x12$.pagecast.v1.ResetPrefixCacheRequest\x1a%.pagecast.v1.ResetPrefixCacheResponse\x12Y\n\x0eRestartWorkers\x12\".pagecast.v1.RestartWorkersRequest\x1a#.pagecast.v1.RestartWorkersResponse\x12\\\n\x0f\x43heckInvariants\x12#.pagecast.v1.CheckInvariantsRequest\x1a$.pagecast.v1.CheckInvariantsResponse\x12P\n\x0bSetLogLevel\x12\x1f.pagecast.v1.SetLogLevelRequest\x1a .pagecast.v1.SetLogLevelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagecast/v1/admin.proto\x12\x0bpagecast.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpagecast/v1/generation.proto\";\n\x0c\x44rainRequest\x12+\n\x08\x61nnounce\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"!\n\rDrainResponse\x12\x10\n\x08num_open\x18\x01 \x01(\r\"\x10\n\x0eUndrainRequest\"#\n\x0fUndrainResponse\x12\x10\n\x08num_open\x18\x01 \x01(\r\"<\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"o\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.pagecast.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x12\n\ntotal_size\x18\x03 \x01(\r\"\x97\x04\n\x0bRequestInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\'\n\x08priority\x18\x03 \x01(\x0e\x32\x15.pagecast.v1.Priority\x12!\n\x05phase\x18\x04 \x01(\x0e\x32\x12.pagecast.v1.Phase\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64\x65\x61\x64line\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rnum_sequences\x18\x07 \x01(\r\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x0b \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\r\x12\x16\n\x0enum_recoveries\x18\r \x01(\r\x12\x13\n\x0bnum_readers\x18\x0e \x01(\r\x12%\n\x07waiting\x18\x0f \x01(\x0b\x32\x14.pagecast.v1.Waiting\x12\x34\n\x06labels\x18\x10 \x03(\x0b\x32$.pagecast.v1.RequestInfo.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd5\x01\n\x07Waiting\x12%\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32\x16.pagecast.v1.WaitCause\x12\x16\n\x0equeue_position\x18\x02 \x01(\r\x12\x15\n\rblocks_needed\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x1c\n\x14tenant_served_tokens\x18\x05 \x01(\x04\x12\x1b\n\x13least_served_tokens\x18\x06 \x01(\x04\x12\x0f\n\x07overdue\x18\x07 \x01(\x08\x12\x13\n\x0b\x65xplanation\x18\x08 \x01(\t\"9\n\x15\x43\x61ncelRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"r\n\x16\x43\x61ncelRequestsResponse\x12\x1d\n\x15\x63\x61ncelled_request_ids\x18\x01 \x03(\t\x12\x1c\n\x14\x66inished_request_ids\x18\x02 \x03(\t\x12\x1b\n\x13unknown_request_ids\x18\x03 \x03(\t\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x17\n\x15RestartWorkersRequest\"A\n\x16RestartWorkersResponse\x12\x11\n\tnum_ranks\x18\x01 \x01(\r\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\"\x18\n\x16\x43heckInvariantsRequest\"\xe2\x01\n\x17\x43heckInvariantsResponse\x12\n\n\x02ok\x18\x01 \x01(\x08\x12\x11\n\tviolation\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tnum_clean\x18\x04 \x01(\r\x12\x12\n\nnum_cached\x18\x05 \x01(\r\x12\x16\n\x0enum_referenced\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12*\n\x07\x65lapsed\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x12SetLogLevelRequest\x12$\n\x05level\x18\x01 \x01(\x0e\x32\x15.pagecast.v1.LogLevel\">\n\x13SetLogLevelResponse\x12\'\n\x08previous\x18\x01 \x01(\x0e\x32\x15.pagecast.v1.LogLevel*\x99\x02\n\tWaitCause\x12\x1a\n\x16WAIT_CAUSE_UNSPECIFIED\x10\x00\x12\x13\n\x0fWAIT_CAUSE_NEXT\x10\x01\x12\x15\n\x11WAIT_CAUSE_BEHIND\x10\x02\x12\x15\n\x11WAIT_CAUSE_BLOCKS\x10\x03\x12\x13\n\x0fWAIT_CAUSE_ROWS\x10\x04\x12\x18\n\x14WAIT_CAUSE_STEP_FULL\x10\x05\x12\x1a\n\x16WAIT_CAUSE_BATCH_DELAY\x10\x06\x12\x15\n\x11WAIT_CAUSE_PAUSED\x10\x07\x12\x18\n\x14WAIT_CAUSE_ISOLATION\x10\x08\x12\x19\n\x15WAIT_CAUSE_NO_WORKERS\x10\t\x12\x16\n\x12WAIT_CAUSE_SIBLING\x10\n*z\n\x08LogLevel\x12\x19\n\x15LOG_LEVEL_UNSPECIFIED\x10\x00\x12\x13\n\x0fLOG_LEVEL_DEBUG\x10\x01\x12\x12\n\x0eLOG_LEVEL_INFO\x10\x02\x12\x15\n\x11LOG_LEVEL_WARNING\x10\x03\x12\x13\n\x0fLOG_LEVEL_ERROR\x10\x04\x32\xb0\x05\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.pagecast.v1.DrainRequest\x1a\x1a.pagecast.v1.DrainResponse\x12\x44\n\x07Undrain\x12\x1b.pagecast.v1.UndrainRequest\x1a\x1c.pagecast.v1.UndrainResponse\x12S\n\x0cListRequests\x12 .pagecast.v1.ListRequestsRequest\x1a!.pagecast.v1.ListRequestsResponse\x12Y\n\x0e\x43\x61ncelRequests\x12\".pagecast.v1.CancelRequestsRequest\x1a#.pagecast.v1.CancelRequestsResponse\x12_\n\x10ResetPrefixCache\x12$.pagecast.v1.ResetPrefixCacheRequest\x1a%.pagecast.v1.ResetPrefixCacheResponse\x12Y\n\x0eRestartWorkers\x12\".pagecast.v1.RestartWorkersRequest\x1a#.pagecast.v1.RestartWorkersResponse\x12\\\n\x0f\x43heckInvariants\x12#.pagecast.v1.CheckInvariantsRequest\x1a$.pagecast.v1.CheckInvariantsResponse\x12P\n\x0bSetLogLevel\x12\x1f.pagecast.v1.SetLogLevelRequest\x1a .pagecast.v1.SetLogLevelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagecast.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WAITCAUSE']._serialized_start=1803
-  _globals['_WAITCAUSE']._serialized_end=2084
-  _globals['_LOGLEVEL']._serialized_start=2086
-  _globals['_LOGLEVEL']._serialized_end=2208
+  _globals['_REQUESTINFO_LABELSENTRY']._loaded_options = None
+  _globals['_REQUESTINFO_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_WAITCAUSE']._serialized_start=1904
+  _globals['_WAITCAUSE']._serialized_end=2185
+  _globals['_LOGLEVEL']._serialized_start=2187
+  _globals['_LOGLEVEL']._serialized_end=2309
   _globals['_DRAINREQUEST']._serialized_start=102
   _globals['_DRAINREQUEST']._serialized_end=161
   _globals['_DRAINRESPONSE']._serialized_start=163
@@ -50,29 +52,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREQUESTSRESPONSE']._serialized_start=315
   _globals['_LISTREQUESTSRESPONSE']._serialized_end=426
   _globals['_REQUESTINFO']._serialized_start=429
-  _globals['_REQUESTINFO']._serialized_end=863
-  _globals['_WAITING']._serialized_start=866
-  _globals['_WAITING']._serialized_end=1079
-  _globals['_CANCELREQUESTSREQUEST']._serialized_start=1081
-  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1138
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1140
-  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1254
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1256
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1281
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1283
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1329
-  _globals['_RESTARTWORKERSREQUEST']._serialized_start=1331
-  _globals['_RESTARTWORKERSREQUEST']._serialized_end=1354
-  _globals['_RESTARTWORKERSRESPONSE']._serialized_start=1356
-  _globals['_RESTARTWORKERSRESPONSE']._serialized_end=1421
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=1423
-  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=1447
-  _globals['_CHECKINVARIANTSRESPONSE']._serialized_start=1450
-  _globals['_CHECKINVARIANTSRESPONSE']._serialized_end=1676
-  _globals['_SETLOGLEVELREQUEST']._serialized_start=1678
-  _globals['_SETLOGLEVELREQUEST']._serialized_end=1736
-  _globals['_SETLOGLEVELRESPONSE']._serialized_start=1738
-  _globals['_SETLOGLEVELRESPONSE']._serialized_end=1800
-  _globals['_ADMINSERVICE']._serialized_start=2211
-  _globals['_ADMINSERVICE']._serialized_end=2899
+  _globals['_REQUESTINFO']._serialized_end=964
+  _globals['_REQUESTINFO_LABELSENTRY']._serialized_start=919
+  _globals['_REQUESTINFO_LABELSENTRY']._serialized_end=964
+  _globals['_WAITING']._serialized_start=967
+  _globals['_WAITING']._serialized_end=1180
+  _globals['_CANCELREQUESTSREQUEST']._serialized_start=1182
+  _globals['_CANCELREQUESTSREQUEST']._serialized_end=1239
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_start=1241
+  _globals['_CANCELREQUESTSRESPONSE']._serialized_end=1355
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1357
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1382
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1384
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1430
+  _globals['_RESTARTWORKERSREQUEST']._serialized_start=1432
+  _globals['_RESTARTWORKERSREQUEST']._serialized_end=1455
+  _globals['_RESTARTWORKERSRESPONSE']._serialized_start=1457
+  _globals['_RESTARTWORKERSRESPONSE']._serialized_end=1522
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_start=1524
+  _globals['_CHECKINVARIANTSREQUEST']._serialized_end=1548
+  _globals['_CHECKINVARIANTSRESPONSE']._serialized_start=1551
+  _globals['_CHECKINVARIANTSRESPONSE']._serialized_end=1777
+  _globals['_SETLOGLEVELREQUEST']._serialized_start=1779
+  _globals['_SETLOGLEVELREQUEST']._serialized_end=1837
+  _globals['_SETLOGLEVELRESPONSE']._serialized_start=1839
+  _globals['_SETLOGLEVELRESPONSE']._serialized_end=1901
+  _globals['_ADMINSERVICE']._serialized_start=2312
+  _globals['_ADMINSERVICE']._serialized_end=3000
 # @@protoc_insertion_point(module_scope)

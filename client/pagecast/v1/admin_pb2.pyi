@@ -231,6 +231,26 @@ Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
 class RequestInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
@@ -246,6 +266,7 @@ class RequestInfo(_message.Message):
     NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     NUM_READERS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Whom fairness counts it for."""
@@ -268,6 +289,10 @@ class RequestInfo(_message.Message):
 
     @_builtins.property
     def waiting(self) -> Global___Waiting: ...
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """As the caller gave them."""
+
     def __init__(
         self,
         *,
@@ -286,10 +311,11 @@ class RequestInfo(_message.Message):
         num_recoveries: _builtins.int = ...,
         num_readers: _builtins.int = ...,
         waiting: Global___Waiting | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "deadline", b"deadline", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "blocks_held", b"blocks_held", "computed_tokens", b"computed_tokens", "deadline", b"deadline", "num_preemptions", b"num_preemptions", "num_readers", b"num_readers", "num_recoveries", b"num_recoveries", "num_sequences", b"num_sequences", "output_tokens", b"output_tokens", "phase", b"phase", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "blocks_held", b"blocks_held", "computed_tokens", b"computed_tokens", "deadline", b"deadline", "labels", b"labels", "num_preemptions", b"num_preemptions", "num_readers", b"num_readers", "num_recoveries", b"num_recoveries", "num_sequences", b"num_sequences", "output_tokens", b"output_tokens", "phase", b"phase", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Truncate:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncate.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATE_UNSPECIFIED: _Truncate.ValueType  # 0
+    """As NONE."""
+    TRUNCATE_NONE: _Truncate.ValueType  # 1
+    """Refused with PROMPT_TOO_LONG."""
+    TRUNCATE_START: _Truncate.ValueType  # 2
+    """The beginning is dropped, special tokens too."""
+    TRUNCATE_END: _Truncate.ValueType  # 3
+    """The end is dropped."""
+
+class Truncate(_Truncate, metaclass=_TruncateEnumTypeWrapper):
+    """Which end of a prompt is dropped, token by token, until it leaves room for max_output_tokens (for one token where those are absent)."""
+
+TRUNCATE_UNSPECIFIED: Truncate.ValueType  # 0
+"""As NONE."""
+TRUNCATE_NONE: Truncate.ValueType  # 1
+"""Refused with PROMPT_TOO_LONG."""
+TRUNCATE_START: Truncate.ValueType  # 2
+"""The beginning is dropped, special tokens too."""
+TRUNCATE_END: Truncate.ValueType  # 3
+"""The end is dropped."""
+Global___Truncate: _TypeAlias = Truncate  # noqa: Y015
+
 class _ToolChoiceMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -232,6 +260,26 @@ class GenerationSpec(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
@@ -244,6 +292,9 @@ class GenerationSpec(_message.Message):
     SCHEDULING_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     ATTACH_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """At most 128 printable ASCII characters, unique among the caller's live requests. Empty: the server makes one."""
     model: _builtins.str
@@ -254,6 +305,10 @@ class GenerationSpec(_message.Message):
     """If a live or kept request of the caller has this request_id and asks for the same, read that one instead of getting
     ALREADY_EXISTS: retries and hedges become safe. A different request with the id is refused all the same.
     """
+    adapter: _builtins.str
+    """An adapter of the model. This server loads none: any name is ADAPTER_UNKNOWN."""
+    truncate: Global___Truncate.ValueType
+    """What becomes of a prompt that is too long. Absent: it is refused."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are. Each below the model's vocabulary size."""
@@ -276,6 +331,12 @@ class GenerationSpec(_message.Message):
     def constraint(self) -> Global___Constraint:
         """Absent: free text."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """The caller's own notes on the request: they stand in the server's log line and span of the call and in ListRequests, and change nothing.
+        At most 16; keys of 1 to 64 of A-Z a-z 0-9 _ - . / characters, values of at most 512 printable ones.
+        """
+
     def __init__(
         self,
         *,
@@ -291,10 +352,13 @@ class GenerationSpec(_message.Message):
         scheduling: Global___SchedulingOptions | None = ...,
         constraint: Global___Constraint | None = ...,
         attach: _builtins.bool | None = ...,
+        adapter: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        truncate: Global___Truncate.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attach", b"_attach", "attach", b"attach", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attach", b"_attach", "attach", b"attach", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "model", b"model", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attach", b"_attach", "adapter", b"adapter", "attach", b"attach", "cache", b"cache", "chat", b"chat", "constraint", b"constraint", "input", b"input", "labels", b"labels", "model", b"model", "output", b"output", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "scheduling", b"scheduling", "stopping", b"stopping", "truncate", b"truncate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attach: _TypeAlias = _typing.Literal["attach"]  # noqa: Y015
     _WhichOneofArgType__attach: _TypeAlias = _typing.Literal["_attach", b"_attach"]  # noqa: Y015
@@ -861,6 +925,7 @@ class OutputOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PARSE_REASONING_FIELD_NUMBER: _builtins.int
     PARSE_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    RAW_BYTES_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
     """Deliver text. Absent: true."""
     token_ids: _builtins.bool
@@ -871,6 +936,10 @@ class OutputOptions(_message.Message):
     """Deliver the model's reasoning apart from its answer. Absent: true for a chat with a model whose reasoning has a known form."""
     parse_tool_calls: _builtins.bool
     """Deliver tool calls apart from text. Absent: true if the chat has tools."""
+    raw_bytes: _builtins.bool
+    """Deliver what the tokens stand for as bytes, whole characters or not; special tokens stand for none. FEATURE_DISABLED where the
+    tokenizer has no bytes for single tokens. Absent: false.
+    """
     @_builtins.property
     def logprobs(self) -> Global___LogprobsOptions:
         """Deliver the log-probability of every output token. Absent: none."""
@@ -889,15 +958,18 @@ class OutputOptions(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         parse_reasoning: _builtins.bool | None = ...,
         parse_tool_calls: _builtins.bool | None = ...,
+        raw_bytes: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parse_reasoning", b"_parse_reasoning", "_parse_tool_calls", b"_parse_tool_calls", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parse_reasoning", b"_parse_reasoning", "_parse_tool_calls", b"_parse_tool_calls", "_raw_bytes", b"_raw_bytes", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs", "raw_bytes", b"raw_bytes", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parse_reasoning", b"_parse_reasoning", "_parse_tool_calls", b"_parse_tool_calls", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parse_reasoning", b"_parse_reasoning", "_parse_tool_calls", b"_parse_tool_calls", "_raw_bytes", b"_raw_bytes", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs", "raw_bytes", b"raw_bytes", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parse_reasoning: _TypeAlias = _typing.Literal["parse_reasoning"]  # noqa: Y015
     _WhichOneofArgType__parse_reasoning: _TypeAlias = _typing.Literal["_parse_reasoning", b"_parse_reasoning"]  # noqa: Y015
     _WhichOneofReturnType__parse_tool_calls: _TypeAlias = _typing.Literal["parse_tool_calls"]  # noqa: Y015
     _WhichOneofArgType__parse_tool_calls: _TypeAlias = _typing.Literal["_parse_tool_calls", b"_parse_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__raw_bytes: _TypeAlias = _typing.Literal["raw_bytes"]  # noqa: Y015
+    _WhichOneofArgType__raw_bytes: _TypeAlias = _typing.Literal["_raw_bytes", b"_raw_bytes"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
@@ -908,6 +980,8 @@ class OutputOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_reasoning) -> _WhichOneofReturnType__parse_reasoning | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parse_tool_calls) -> _WhichOneofReturnType__parse_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__raw_bytes) -> _WhichOneofReturnType__raw_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
@@ -922,18 +996,24 @@ class LogprobsOptions(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOP_N_FIELD_NUMBER: _builtins.int
+    MAX_POSITIONS_FIELD_NUMBER: _builtins.int
     top_n: _builtins.int
     """So many of the likeliest tokens of each position as well."""
+    max_positions: _builtins.int
+    """Of the prompt alone: deliver at most so many positions, the last ones. Absent: all."""
     def __init__(
         self,
         *,
         top_n: _builtins.int = ...,
+        max_positions: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_positions", b"_max_positions", "max_positions", b"max_positions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["top_n", b"top_n"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_positions", b"_max_positions", "max_positions", b"max_positions", "top_n", b"top_n"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_positions: _TypeAlias = _typing.Literal["max_positions"]  # noqa: Y015
+    _WhichOneofArgType__max_positions: _TypeAlias = _typing.Literal["_max_positions", b"_max_positions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_positions) -> _WhichOneofReturnType__max_positions | None: ...
 
 Global___LogprobsOptions: _TypeAlias = LogprobsOptions  # noqa: Y015
 
@@ -998,10 +1078,15 @@ class DeliveryOptions(_message.Message):
     ON_DISCONNECT_FIELD_NUMBER: _builtins.int
     DETACH_GRACE_FIELD_NUMBER: _builtins.int
     SLOW_CONSUMER_FIELD_NUMBER: _builtins.int
+    CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens_per_event: _builtins.int
     """Longest run of tokens in one event. Absent: no limit."""
     on_disconnect: Global___OnDisconnect.ValueType
     slow_consumer: Global___SlowConsumer.ValueType
+    credit_tokens: _builtins.int
+    """How many tokens may wait to be written before slow_consumer applies: the stream's credit, which is given back as its connection takes
+    them. 1 to max_credit_tokens; absent: 1024.
+    """
     @_builtins.property
     def progress_interval(self) -> _duration_pb2.Duration:
         """A progress event after so long with nothing else sent. Range 1 to 60 s; absent: 15 s."""
@@ -1023,13 +1108,19 @@ class DeliveryOptions(_message.Message):
         on_disconnect: Global___OnDisconnect.ValueType = ...,
         detach_grace: _duration_pb2.Duration | None = ...,
         slow_consumer: Global___SlowConsumer.ValueType = ...,
+        credit_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens_per_event", b"_max_tokens_per_event", "detach_grace", b"detach_grace", "flush_interval", b"flush_interval", "max_tokens_per_event", b"max_tokens_per_event", "progress_interval", b"progress_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_credit_tokens", b"_credit_tokens", "_max_tokens_per_event", b"_max_tokens_per_event", "credit_tokens", b"credit_tokens", "detach_grace", b"detach_grace", "flush_interval", b"flush_interval", "max_tokens_per_event", b"max_tokens_per_event", "progress_interval", b"progress_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens_per_event", b"_max_tokens_per_event", "detach_grace", b"detach_grace", "flush_interval", b"flush_interval", "max_tokens_per_event", b"max_tokens_per_event", "on_disconnect", b"on_disconnect", "progress_interval", b"progress_interval", "slow_consumer", b"slow_consumer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_credit_tokens", b"_credit_tokens", "_max_tokens_per_event", b"_max_tokens_per_event", "credit_tokens", b"credit_tokens", "detach_grace", b"detach_grace", "flush_interval", b"flush_interval", "max_tokens_per_event", b"max_tokens_per_event", "on_disconnect", b"on_disconnect", "progress_interval", b"progress_interval", "slow_consumer", b"slow_consumer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__credit_tokens: _TypeAlias = _typing.Literal["credit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__credit_tokens: _TypeAlias = _typing.Literal["_credit_tokens", b"_credit_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens_per_event: _TypeAlias = _typing.Literal["max_tokens_per_event"]  # noqa: Y015
     _WhichOneofArgType__max_tokens_per_event: _TypeAlias = _typing.Literal["_max_tokens_per_event", b"_max_tokens_per_event"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__credit_tokens) -> _WhichOneofReturnType__credit_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens_per_event) -> _WhichOneofReturnType__max_tokens_per_event | None: ...
 
 Global___DeliveryOptions: _TypeAlias = DeliveryOptions  # noqa: Y015
@@ -1114,11 +1205,14 @@ class AcceptedEvent(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     EFFECTIVE_FIELD_NUMBER: _builtins.int
     RESUME_RETENTION_FIELD_NUMBER: _builtins.int
+    TRUNCATED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     model_digest: _builtins.str
     prompt_tokens: _builtins.int
     queue_position: _builtins.int
+    truncated_prompt_tokens: _builtins.int
+    """Tokens that were dropped from the prompt; prompt_tokens are those that are left."""
     @_builtins.property
     def effective(self) -> Global___EffectiveParameters: ...
     @_builtins.property
@@ -1135,10 +1229,11 @@ class AcceptedEvent(_message.Message):
         queue_position: _builtins.int = ...,
         effective: Global___EffectiveParameters | None = ...,
         resume_retention: _duration_pb2.Duration | None = ...,
+        truncated_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "resume_retention", b"resume_retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "model", b"model", "model_digest", b"model_digest", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "resume_retention", b"resume_retention"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "model", b"model", "model_digest", b"model_digest", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "request_id", b"request_id", "resume_retention", b"resume_retention", "truncated_prompt_tokens", b"truncated_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1372,6 +1467,7 @@ class TokensEvent(_message.Message):
     REASONING_TEXT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    RAW_BYTES_FIELD_NUMBER: _builtins.int
     sequence_index: _builtins.int
     first_token_offset: _builtins.int
     """Offset, in this sequence's output, of the first token of this event."""
@@ -1383,6 +1479,8 @@ class TokensEvent(_message.Message):
     """Tokens that this event covers, also where their ids are not delivered: the next event of the sequence begins at
     first_token_offset + num_tokens, and so does a stream resumed after it.
     """
+    raw_bytes: _builtins.bytes
+    """If asked for: the bytes of this event's tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1404,10 +1502,11 @@ class TokensEvent(_message.Message):
         reasoning_text: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         num_tokens: _builtins.int = ...,
+        raw_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_offset", b"first_token_offset", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "reasoning_text", b"reasoning_text", "sequence_index", b"sequence_index", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token_offset", b"first_token_offset", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "raw_bytes", b"raw_bytes", "reasoning_text", b"reasoning_text", "sequence_index", b"sequence_index", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1591,10 +1690,13 @@ class GenerateResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     model_digest: _builtins.str
     num_recoveries: _builtins.int
+    truncated_prompt_tokens: _builtins.int
+    """Tokens that were dropped from the prompt."""
     @_builtins.property
     def effective(self) -> Global___EffectiveParameters: ...
     @_builtins.property
@@ -1619,10 +1721,11 @@ class GenerateResponse(_message.Message):
         timings: Global___Timings | None = ...,
         num_recoveries: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        truncated_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "model", b"model", "model_digest", b"model_digest", "num_recoveries", b"num_recoveries", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequences", b"sequences", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effective", b"effective", "model", b"model", "model_digest", b"model_digest", "num_recoveries", b"num_recoveries", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sequences", b"sequences", "timings", b"timings", "truncated_prompt_tokens", b"truncated_prompt_tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1642,12 +1745,15 @@ class GeneratedSequence(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     REASONING_TEXT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    RAW_BYTES_FIELD_NUMBER: _builtins.int
     sequence_index: _builtins.int
     text: _builtins.str
     reason: Global___FinishReason.ValueType
     stop_text: _builtins.str
     stop_token_id: _builtins.int
     reasoning_text: _builtins.str
+    raw_bytes: _builtins.bytes
+    """If asked for: the bytes of the tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1671,10 +1777,11 @@ class GeneratedSequence(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         reasoning_text: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        raw_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "matched_stop", b"matched_stop", "reason", b"reason", "reasoning_text", b"reasoning_text", "sequence_index", b"sequence_index", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "matched_stop", b"matched_stop", "raw_bytes", b"raw_bytes", "reason", b"reason", "reasoning_text", b"reasoning_text", "sequence_index", b"sequence_index", "stop_text", b"stop_text", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop_text", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015

@@ -108,6 +108,7 @@ class Model(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     digest: _builtins.str
@@ -117,6 +118,8 @@ class Model(_message.Message):
     vocab_size: _builtins.int
     kv_bytes_per_token: _builtins.int
     quantization: _builtins.str
+    tokenizer_digest: _builtins.str
+    """Hex SHA-256 over the tokenizer and the chat template: where it is equal, a prompt has the same tokens."""
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -137,10 +140,11 @@ class Model(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         limits: Global___ModelLimits | None = ...,
         capabilities: Global___ModelCapabilities | None = ...,
+        tokenizer_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "digest", b"digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "limits", b"limits", "name", b"name", "num_parameters", b"num_parameters", "quantization", b"quantization", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "digest", b"digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "kv_bytes_per_token", b"kv_bytes_per_token", "limits", b"limits", "name", b"name", "num_parameters", b"num_parameters", "quantization", b"quantization", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,6 +190,10 @@ class ModelLimits(_message.Message):
     MAX_DURATION_S_FIELD_NUMBER: _builtins.int
     MIN_PROGRESS_S_FIELD_NUMBER: _builtins.int
     MAX_PROGRESS_S_FIELD_NUMBER: _builtins.int
+    MAX_LABELS_FIELD_NUMBER: _builtins.int
+    MAX_LABEL_KEY_LENGTH_FIELD_NUMBER: _builtins.int
+    MAX_LABEL_VALUE_LENGTH_FIELD_NUMBER: _builtins.int
+    MAX_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     max_pool_tokens: _builtins.int
     """Tokens that the whole block pool holds; prompt + max_output_tokens of one request must fit."""
@@ -232,6 +240,10 @@ class ModelLimits(_message.Message):
     min_progress_s: _builtins.float
     """progress_interval, in seconds."""
     max_progress_s: _builtins.float
+    max_labels: _builtins.int
+    max_label_key_length: _builtins.int
+    max_label_value_length: _builtins.int
+    max_credit_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -269,10 +281,14 @@ class ModelLimits(_message.Message):
         max_duration_s: _builtins.int = ...,
         min_progress_s: _builtins.float = ...,
         max_progress_s: _builtins.float = ...,
+        max_labels: _builtins.int = ...,
+        max_label_key_length: _builtins.int = ...,
+        max_label_value_length: _builtins.int = ...,
+        max_credit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_allowed_token_ids", b"max_allowed_token_ids", "max_bad_sequence_tokens", b"max_bad_sequence_tokens", "max_bad_sequences", b"max_bad_sequences", "max_cache_scope_length", b"max_cache_scope_length", "max_chat_messages", b"max_chat_messages", "max_choices", b"max_choices", "max_constraint_bytes", b"max_constraint_bytes", "max_constraint_depth", b"max_constraint_depth", "max_duration_s", b"max_duration_s", "max_logit_bias", b"max_logit_bias", "max_logit_bias_tokens", b"max_logit_bias_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_num_sequences", b"max_num_sequences", "max_penalty", b"max_penalty", "max_pool_tokens", b"max_pool_tokens", "max_progress_s", b"max_progress_s", "max_prompt_logprobs_tokens", b"max_prompt_logprobs_tokens", "max_rendered_chars", b"max_rendered_chars", "max_repetition_penalty", b"max_repetition_penalty", "max_request_id_length", b"max_request_id_length", "max_role_length", b"max_role_length", "max_stop_text_bytes", b"max_stop_text_bytes", "max_stop_texts", b"max_stop_texts", "max_stop_token_ids", b"max_stop_token_ids", "max_temperature", b"max_temperature", "max_template_kwargs_bytes", b"max_template_kwargs_bytes", "max_tools", b"max_tools", "max_tools_bytes", b"max_tools_bytes", "min_progress_s", b"min_progress_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_allowed_token_ids", b"max_allowed_token_ids", "max_bad_sequence_tokens", b"max_bad_sequence_tokens", "max_bad_sequences", b"max_bad_sequences", "max_cache_scope_length", b"max_cache_scope_length", "max_chat_messages", b"max_chat_messages", "max_choices", b"max_choices", "max_constraint_bytes", b"max_constraint_bytes", "max_constraint_depth", b"max_constraint_depth", "max_credit_tokens", b"max_credit_tokens", "max_duration_s", b"max_duration_s", "max_label_key_length", b"max_label_key_length", "max_label_value_length", b"max_label_value_length", "max_labels", b"max_labels", "max_logit_bias", b"max_logit_bias", "max_logit_bias_tokens", b"max_logit_bias_tokens", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_num_sequences", b"max_num_sequences", "max_penalty", b"max_penalty", "max_pool_tokens", b"max_pool_tokens", "max_progress_s", b"max_progress_s", "max_prompt_logprobs_tokens", b"max_prompt_logprobs_tokens", "max_rendered_chars", b"max_rendered_chars", "max_repetition_penalty", b"max_repetition_penalty", "max_request_id_length", b"max_request_id_length", "max_role_length", b"max_role_length", "max_stop_text_bytes", b"max_stop_text_bytes", "max_stop_texts", b"max_stop_texts", "max_stop_token_ids", b"max_stop_token_ids", "max_temperature", b"max_temperature", "max_template_kwargs_bytes", b"max_template_kwargs_bytes", "max_tools", b"max_tools", "max_tools_bytes", b"max_tools_bytes", "min_progress_s", b"min_progress_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagecast.v1 import generation_pb2 as pagecast_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagecast/v1/tokenizer.proto\x12\x0bpagecast.v1\x1a\x1cpagecast/v1/generation.proto\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"I\n\x11RenderChatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.pagecast.v1.ChatPrompt\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\xf9\x01\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.pagecast.v1.TokenizeRequest\x1a\x1d.pagecast.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.pagecast.v1.DetokenizeRequest\x1a\x1f.pagecast.v1.DetokenizeResponse\x12M\n\nRenderChat\x12\x1e.pagecast.v1.RenderChatRequest\x1a\x1f.pagecast.v1.RenderChatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagecast/v1/tokenizer.proto\x12\x0bpagecast.v1\x1a\x1cpagecast/v1/generation.proto\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x9d\x01\n\x12\x43ountTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.pagecast.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"@\n\x13\x43ountTokensResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"I\n\x11RenderChatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.pagecast.v1.ChatPrompt\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\xcb\x02\n\x10TokenizerService\x12G\n\x08Tokenize\x12\x1c.pagecast.v1.TokenizeRequest\x1a\x1d.pagecast.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.pagecast.v1.DetokenizeRequest\x1a\x1f.pagecast.v1.DetokenizeResponse\x12P\n\x0b\x43ountTokens\x12\x1f.pagecast.v1.CountTokensRequest\x1a .pagecast.v1.CountTokensResponse\x12M\n\nRenderChat\x12\x1e.pagecast.v1.RenderChatRequest\x1a\x1f.pagecast.v1.RenderChatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,10 +40,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZEREQUEST']._serialized_end=328
   _globals['_DETOKENIZERESPONSE']._serialized_start=330
   _globals['_DETOKENIZERESPONSE']._serialized_end=364
-  _globals['_RENDERCHATREQUEST']._serialized_start=366
-  _globals['_RENDERCHATREQUEST']._serialized_end=439
-  _globals['_RENDERCHATRESPONSE']._serialized_start=441
-  _globals['_RENDERCHATRESPONSE']._serialized_end=494
-  _globals['_TOKENIZERSERVICE']._serialized_start=497
-  _globals['_TOKENIZERSERVICE']._serialized_end=746
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=367
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=524
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=526
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=590
+  _globals['_RENDERCHATREQUEST']._serialized_start=592
+  _globals['_RENDERCHATREQUEST']._serialized_end=665
+  _globals['_RENDERCHATRESPONSE']._serialized_start=667
+  _globals['_RENDERCHATRESPONSE']._serialized_end=720
+  _globals['_TOKENIZERSERVICE']._serialized_start=723
+  _globals['_TOKENIZERSERVICE']._serialized_end=1054
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,11 @@ class TokenizerServiceStub(object):
                 request_serializer=pagecast_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=pagecast_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/pagecast.v1.TokenizerService/CountTokens',
+                request_serializer=pagecast_dot_v1_dot_tokenizer__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_tokenizer__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
         self.RenderChat = channel.unary_unary(
                 '/pagecast.v1.TokenizerService/RenderChat',
                 request_serializer=pagecast_dot_v1_dot_tokenizer__pb2.RenderChatRequest.SerializeToString,
@@ -68,6 +73,13 @@ class TokenizerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CountTokens(self, request, context):
+        """How many tokens a prompt has, without sending them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RenderChat(self, request, context):
         """The text and the ids that a chat prompt becomes.
         """
@@ -87,6 +99,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=pagecast_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.FromString,
                     response_serializer=pagecast_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=pagecast_dot_v1_dot_tokenizer__pb2.CountTokensRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_tokenizer__pb2.CountTokensResponse.SerializeToString,
             ),
             'RenderChat': grpc.unary_unary_rpc_method_handler(
                     servicer.RenderChat,
@@ -149,6 +166,33 @@ class TokenizerService(object):
             '/pagecast.v1.TokenizerService/Detokenize',
             pagecast_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
             pagecast_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagecast.v1.TokenizerService/CountTokens',
+            pagecast_dot_v1_dot_tokenizer__pb2.CountTokensRequest.SerializeToString,
+            pagecast_dot_v1_dot_tokenizer__pb2.CountTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class TokenizerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TokenizerServiceAsyncStub: ...
     Tokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]
+    CountTokens: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.CountTokensRequest, _tokenizer_pb2.CountTokensResponse]
+    """How many tokens a prompt has, without sending them."""
     RenderChat: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.RenderChatRequest, _tokenizer_pb2.RenderChatResponse]
     """The text and the ids that a chat prompt becomes."""
 
@@ -45,6 +47,8 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Tokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    CountTokens: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.CountTokensRequest, _tokenizer_pb2.CountTokensResponse]  # type: ignore[assignment]
+    """How many tokens a prompt has, without sending them."""
     RenderChat: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.RenderChatRequest, _tokenizer_pb2.RenderChatResponse]  # type: ignore[assignment]
     """The text and the ids that a chat prompt becomes."""
 
@@ -64,6 +68,14 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.DetokenizeResponse, _abc.Awaitable[_tokenizer_pb2.DetokenizeResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CountTokens(
+        self,
+        request: _tokenizer_pb2.CountTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokenizer_pb2.CountTokensResponse, _abc.Awaitable[_tokenizer_pb2.CountTokensResponse]]:
+        """How many tokens a prompt has, without sending them."""
 
     @_abc_1.abstractmethod
     def RenderChat(

@@ -134,6 +134,7 @@ class Questions:
             blocks_needed=wait.blocks_needed, blocks_free=wait.blocks_free, queue_position=wait.ahead,
             num_preemptions=sum(seq.num_preemptions for seq in sequences), num_recoveries=max(seq.num_recoveries for seq in sequences),
             num_readers=1 if entry is None else len(entry.readers), tenant_served_tokens=served, least_served_tokens=least, lane=wait.lane,
+            labels=identity.labels,
         )  # fmt: skip
 
     def _named(self, question: CancelRequests) -> Iterable[Entry]:

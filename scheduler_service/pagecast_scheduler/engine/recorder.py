@@ -11,8 +11,8 @@ recorded, in order and with its `now`:
     result   before apply_result
 
 File: the line MAGIC, then frames of u32 little-endian length and msgpack [at_us, kind, body]. A file cut short by a crash is good up to
-its last whole frame. Tenants are written as salted digests; token ids, and the text of constraints, only on request: else
-their number stands in for the ids, and nothing for the text.
+its last whole frame. Tenants are written as salted digests, and nothing of whom a request belongs to; token ids, and the text of
+constraints, only on request: else their number stands in for the ids, and nothing for the text.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ import msgspec
 
 from pagecast_scheduler.engine.logs import logger
 from pagecast_wire.codec import WIRE_DIGEST, encode
-from pagecast_wire.intake import Abort, Pause, StopAt, Submit
+from pagecast_wire.intake import Abort, Identity, Pause, StopAt, Submit
 from pagecast_wire.plan import Admission, StepPlan
 from pagecast_wire.result import StepResult
 from pagecast_wire.sampling import Constraint, SamplingParams
@@ -59,7 +59,7 @@ class Recorder:
         """What a front end asks for, as it is passed on to the core."""
         if isinstance(message, Submit):
             tenant = hashlib.blake2b(message.tenant.encode(), key=self._salt, digest_size=8).hexdigest() if message.tenant else ""
-            message = msgspec.structs.replace(message, tenant=tenant)
+            message = msgspec.structs.replace(message, tenant=tenant, identity=Identity())
             if not self.with_tokens:
                 message = without_prompt(message)
         self._write(now, "arrival", encode(message))

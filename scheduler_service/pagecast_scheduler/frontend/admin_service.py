@@ -117,6 +117,7 @@ def request_info(report: RequestReport) -> pb.RequestInfo:
         phase=int(report.phase), num_sequences=report.num_sequences, prompt_tokens=report.prompt_tokens,  # type: ignore[arg-type]
         computed_tokens=report.computed_tokens, output_tokens=report.output_tokens, blocks_held=report.blocks_held,
         num_preemptions=report.num_preemptions, num_recoveries=report.num_recoveries, num_readers=report.num_readers,
+        labels=dict(report.labels),
     )
     info.age.FromMilliseconds(report.age_ms)
     if report.deadline_ms >= 0:

@@ -37,7 +37,7 @@ class Trace:
 @dataclass(slots=True)
 class Call:
     """One call. request_id: that of the metadata, "" if there is none; a handler that knows better puts its own. reason: the refusal
-    that ended the call, by name."""
+    that ended the call, by name. labels: the caller's notes on the request."""
 
     principal: Principal = ANONYMOUS
     trace: Trace = field(default_factory=lambda: begin_trace())
@@ -45,6 +45,7 @@ class Call:
     priority: Priority | None = None
     authorization: str | None = None
     reason: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 _trace_ids = random.Random(secrets.randbits(256))

@@ -44,6 +44,7 @@ class FrontendConfig:
     max_streams_per_connection: int = 1000
     max_request_s: float = 86_400.0
     max_message_bytes: int = 8 << 20
+    max_metadata_bytes: int = 16 << 10
     drain_announce_s: float = 5.0
     drain_timeout_s: float = 30.0
     slow_consumer_timeout_s: float = 60.0
@@ -66,6 +67,8 @@ def check(config: FrontendConfig) -> str | None:
         return f"port must be 0 to 65535, not {config.port}"
     if config.max_message_bytes < 4096:
         return f"max_message_bytes must be at least 4096, not {config.max_message_bytes}"
+    if not 4096 <= config.max_metadata_bytes <= 1 << 20:
+        return f"max_metadata_bytes must be 4096 to {1 << 20}, not {config.max_metadata_bytes}"
     if not 0 <= config.max_detach_grace_s <= 86_400:
         return f"max_detach_grace_s must be 0 to 86400, not {config.max_detach_grace_s}"
     if config.index < 0:

@@ -5,7 +5,7 @@ from typing import Any
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 from pagecast_scheduler.frontend.limits import Limits
-from pagecast_scheduler.frontend.streams import Delivery
+from pagecast_scheduler.frontend.streams import CREDIT_TOKENS, Delivery
 
 PROGRESS_S = 15.0
 """Silence before a progress event where the caller names none; proxies cut quiet streams after minutes."""
@@ -40,6 +40,9 @@ def check_delivery(message: Any, limits: Limits, max_detach_grace_s: float) -> D
     found = durations.found
     if message.HasField("max_tokens_per_event") and not message.max_tokens_per_event:
         found.append(Violation("delivery.max_tokens_per_event", "must be at least 1, not 0"))
+    credit = message.credit_tokens if message.HasField("credit_tokens") else CREDIT_TOKENS
+    if not 1 <= credit <= limits.max_credit_tokens:
+        found.append(Violation("delivery.credit_tokens", f"must be 1 to {limits.max_credit_tokens}, not {credit}"))
     detaches = message.on_disconnect == pb.ON_DISCONNECT_DETACH
     if message.HasField("detach_grace") and not detaches:
         found.append(Violation("delivery.detach_grace", "is only for on_disconnect DETACH"))
@@ -48,4 +51,5 @@ def check_delivery(message: Any, limits: Limits, max_detach_grace_s: float) -> D
     return Delivery(
         progress_interval_s=progress, flush_interval_s=flush, max_tokens=message.max_tokens_per_event,
         detach_grace_s=grace if detaches else 0.0, pauses=message.slow_consumer != pb.SLOW_CONSUMER_ABORT,
+        credit_tokens=credit,
     )  # fmt: skip

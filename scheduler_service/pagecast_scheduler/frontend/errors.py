@@ -29,6 +29,7 @@ class Reason(Enum):
     PROMPT_TOO_LONG = (_CODE.INVALID_ARGUMENT, "the prompt is too long")
     CONSTRAINT_INVALID = (_CODE.INVALID_ARGUMENT, "the constraint cannot be enforced")
     MODEL_UNKNOWN = (_CODE.NOT_FOUND, "no such model is served here")
+    ADAPTER_UNKNOWN = (_CODE.NOT_FOUND, "no such adapter is loaded here")
     SERVICE_UNKNOWN = (_CODE.NOT_FOUND, "no such service is served here")
     REQUEST_UNKNOWN = (_CODE.NOT_FOUND, "no such request is open or kept here")
     REQUEST_ID_IN_USE = (_CODE.ALREADY_EXISTS, "a live request already has this request_id")
@@ -201,6 +202,11 @@ def future_offset(index: int, offset: int, known: int) -> Refusal:
 def model_unknown(name: str) -> Refusal:
     """NOT_FOUND for a model name, cut so that a long name does not come back in full."""
     return Refusal(Reason.MODEL_UNKNOWN, resource=("pagecast.v1.Model", name[:128]))
+
+
+def adapter_unknown(name: str) -> Refusal:
+    """NOT_FOUND for the name of an adapter: none are loaded."""
+    return Refusal(Reason.ADAPTER_UNKNOWN, resource=("pagecast.v1.Adapter", name[:128]))
 
 
 _FAULTS = {

@@ -3,7 +3,7 @@
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.output_sequence import Output, OutputSequence
 from pagecast_scheduler.frontend.streams import PreparedRequest, RequestStream
-from pagecast_scheduler.frontend.token_records import Bytes, output_records, prompt_records
+from pagecast_scheduler.frontend.token_records import Bytes, output_records, prompt_records, raw_bytes
 from pagecast_wire.intake import Phase, Progress, Usage
 from pagecast_wire.sampling import FinishReason
 
@@ -94,6 +94,7 @@ class EventWriter:
             prompt_tokens=request.num_prompt_tokens,
             queue_position=self._stream.queue_position or 0,
             effective=effective(request),
+            truncated_prompt_tokens=request.spec.num_truncated,
         )
         if self._retention_ms:
             event.resume_retention.FromMilliseconds(self._retention_ms)
@@ -132,7 +133,7 @@ class EventWriter:
         records = self._stream.prompt_records
         if records is None or not records.has_new:
             return []
-        parts = prompt_records(records.prompt, records.take(), self._bytes)
+        parts = prompt_records(records.prompt, records.take(), self._bytes, records.has_origin)
         return [self._next(prompt=pb.PromptEvent(first_position=first, logprobs=made)) for first, made in parts]
 
     def _tokens(self, index: int, output: Output) -> list[pb.GenerateStreamResponse]:
@@ -140,10 +141,12 @@ class EventWriter:
         ids = output.ids if spec.want_token_ids else ()
         text = parsed.text if spec.want_text else ""
         is_plain = not (output.logprobs or parsed.reasoning or parsed.calls)
-        if is_plain and not (ids or text):
+        if is_plain and not (ids or text or (spec.want_raw_bytes and output.ids)):
             return []
         count = len(output.ids)
         event = pb.TokensEvent(sequence_index=index, first_token_offset=output.first, token_ids=ids, text=text, num_tokens=count)
+        if spec.want_raw_bytes:
+            event.raw_bytes = raw_bytes(output.ids, self._bytes)
         if output.logprobs:
             event.logprobs.extend(output_records(output.ids, output.logprobs, self._bytes))
         if spec.want_text and not is_plain:
@@ -191,8 +194,10 @@ def whole_answer(stream: RequestStream, token_bytes: Bytes = None) -> pb.Generat
     response = pb.GenerateResponse(
         request_id=request.request_id, model=request.model, model_digest=request.model_digest, effective=effective(request)
     )
-    if stream.prompt_records is not None:
-        for _, records in prompt_records(request.submit.prompt, stream.prompt_records.take(), token_bytes):
+    response.truncated_prompt_tokens = request.spec.num_truncated
+    known = stream.prompt_records
+    if known is not None:
+        for _, records in prompt_records(request.submit.prompt, known.take(), token_bytes, known.has_origin):
             response.prompt_logprobs.extend(records)
     usages = []
     for sequence in stream.sequences:
@@ -215,6 +220,8 @@ def _show(shown: pb.GeneratedSequence, request: PreparedRequest, output: Output,
     """Writes the whole output of one sequence, as far as it is wanted."""
     if request.spec.want_token_ids:
         shown.token_ids.extend(output.ids)
+    if request.spec.want_raw_bytes:
+        shown.raw_bytes = raw_bytes(output.ids, token_bytes)
     if request.spec.want_text:
         shown.text, shown.reasoning_text = output.parsed.text, output.parsed.reasoning
         for piece in output.parsed.calls:

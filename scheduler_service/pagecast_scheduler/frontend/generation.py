@@ -16,7 +16,7 @@ from pagecast_scheduler.frontend.answer_parser import AnswerPlan, plan_answer
 from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
 from pagecast_scheduler.frontend.constraints import constraint_of, constraint_path
 from pagecast_scheduler.frontend.delivery import check_delivery
-from pagecast_scheduler.frontend.errors import Reason, Refusal, field_violation
+from pagecast_scheduler.frontend.errors import Reason, Refusal, adapter_unknown, field_violation
 from pagecast_scheduler.frontend.events import EventWriter, server_timing, whole_answer
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.namespace import derive
@@ -25,7 +25,7 @@ from pagecast_scheduler.frontend.resuming import digest_of, pack, unknown_yet, u
 from pagecast_scheduler.frontend.sampling_rules import check_something_allowed, with_bad_words
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_scheduler.frontend.streams import Cursor, Delivery, PreparedRequest, RequestStream, output_sequences
-from pagecast_scheduler.frontend.validation import CheckedSpec, check_answer_size, check_lengths, check_spec, is_request_id
+from pagecast_scheduler.frontend.validation import CheckedSpec, check_answer_size, check_lengths, check_spec, is_request_id, truncated
 from pagecast_wire import pack_u32, view_u32
 from pagecast_wire.control import Attach, Attached, CancelRequests
 from pagecast_wire.intake import Identity, Submit
@@ -199,6 +199,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if state.is_draining:
             raise Refusal(Reason.DRAINING)
         state.check_model(spec.model)
+        if spec.adapter:
+            raise adapter_unknown(spec.adapter)
         limits = state.limits()
         remaining = context.time_remaining()
         ceiling = state.config.max_request_s
@@ -215,7 +217,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         welcome = state.engine.welcome
         digest = welcome.model.digest if welcome is not None else ""
         view = pack(state.model_name, digest, checked, answer)
-        identity = Identity(call.principal.name, request_id, digest_of(spec), view, spec.attach, keep)
+        labels = call.labels = tuple(sorted(spec.labels.items())) if spec.labels else ()
+        identity = Identity(call.principal.name, request_id, digest_of(spec), view, spec.attach, keep, labels)
         submit = self._submit(checked, prompt, max_output_tokens, deadline, call.principal, identity)
         return PreparedRequest(request_id, state.model_name, digest, checked, submit, len(prompt), deadline, call.principal, answer)
 
@@ -224,7 +227,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         state = self._state
         sampling = self._with_bad_words(checked, limits)
         constraint = await state.constraints.check(constraint_of(spec, limits), constraint_path(spec))
-        prompt, rendered = await state.prompts.prompt_ids(spec, limits)
+        if checked.want_raw_bytes and state.prompts.tokenizer.piece_bytes is None:
+            raise Refusal(Reason.FEATURE_DISABLED, message="the model's tokenizer has no bytes for single tokens")
+        prompt, rendered = await state.prompts.prompt_ids(spec, None if checked.truncate else limits)
+        checked, prompt = truncated(checked, prompt, limits)
         template = state.prompts.tokenizer.chat_template
         answer = plan_answer(spec, checked.parse_reasoning, checked.parse_tool_calls, template, rendered)
         if constraint is not None:

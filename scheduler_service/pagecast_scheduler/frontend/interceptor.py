@@ -123,7 +123,7 @@ class CallInterceptor:
         say(
             "call", method=method, code=code, reason=call.reason or None, principal=call.principal.name or None,
             request_id=call.request_id or None, trace_id=call.trace.trace_id, span_id=call.trace.span_id,
-            elapsed_ms=round(1000 * elapsed, 1),
+            elapsed_ms=round(1000 * elapsed, 1), labels=dict(call.labels) or None,
         )  # fmt: skip
 
 

@@ -48,6 +48,10 @@ class Limits:
     max_role_length: int = 64
     max_cache_scope_length: int = 128
     max_duration_s: int = 7 * 24 * 3600
+    max_labels: int = 16
+    max_label_key_length: int = 64
+    max_label_value_length: int = 512
+    max_credit_tokens: int = 65_536
     min_progress_s: float = 1.0
     max_progress_s: float = 60.0
 

@@ -24,7 +24,6 @@ from pagecast_scheduler.frontend.principals import ANONYMOUS, OPERATOR, Principa
 from pagecast_scheduler.frontend.reloading import Reloading
 from pagecast_scheduler.frontend.tracing import Spans
 
-METADATA_BYTES = 16 << 10
 MESSAGE_SLACK_BYTES = 1 << 20
 """A message too large by so little reaches our boundary, which says so with a reason; the transport refuses larger ones unread."""
 RESERVED_FILES = 256
@@ -89,8 +88,8 @@ def transport_options(config: FrontendConfig, max_connections: int) -> list[tupl
         ("grpc.so_reuseport", int(config.reuse_port)),
         ("grpc.max_receive_message_length", config.max_message_bytes + MESSAGE_SLACK_BYTES),
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+        ("grpc.max_metadata_size", config.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_metadata_bytes),
         ("grpc.max_concurrent_streams", 2 * config.max_streams_per_connection),
         ("grpc.max_allowed_incoming_connections", max_connections),
         # Calls that have come in and that our loop has not taken up yet: beyond this gRPC drops some of anybody's with CANCELLED.

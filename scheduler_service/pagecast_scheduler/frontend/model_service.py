@@ -38,6 +38,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             name=self._state.model_name,
             architecture=facts.architecture,
             digest=facts.digest,
+            tokenizer_digest=self._state.prompts.tokenizer.digest,
             dtype=facts.dtype,
             num_parameters=facts.num_parameters,
             vocab_size=facts.vocab_size,

@@ -80,9 +80,9 @@ class PromptMaker:
             text = f"rendering took more than {chat.MAX_SECONDS:g} s or {chat.MAX_RENDERED_CHARS} characters"
             raise field_violation(f"{path}.messages", text) from None
 
-    async def prompt_ids(self, spec: Any, limits: Limits) -> tuple[list[int], str]:
+    async def prompt_ids(self, spec: Any, limits: Limits | None) -> tuple[list[int], str]:
         """Ids of a GenerationSpec's input, and the text of a rendered chat ("" otherwise). Chat templates write their own special
-        tokens, so none are added to them."""
+        tokens, so none are added to them. limits: as for `tokenize`."""
         kind = spec.WhichOneof("input")
         if kind == "prompt_token_ids":
             return list(spec.prompt_token_ids.ids), ""

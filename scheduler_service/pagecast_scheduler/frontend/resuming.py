@@ -59,13 +59,14 @@ def unpack(attached: Attached, deadline: float | None, principal: Principal) -> 
 
 
 def digest_of(spec: Any) -> bytes:
-    """SHA-256 over what a GenerationSpec asks for: equal for a retry, whatever its request_id and its wish to attach."""
+    """SHA-256 over what a GenerationSpec asks for: equal for a retry, whatever its request_id, its labels and its wish to attach."""
     asked = spec
-    if spec.request_id or spec.attach:
+    if spec.request_id or spec.attach or spec.labels:
         asked = type(spec)()
         asked.CopyFrom(spec)
         asked.ClearField("request_id")
         asked.ClearField("attach")
+        asked.ClearField("labels")
     return hashlib.sha256(asked.SerializeToString(deterministic=True)).digest()
 
 

@@ -25,8 +25,9 @@ from pagecast_wire.control import Attach, Attached, EarlierLogprobs, Leave
 from pagecast_wire.intake import Finished, Pause, Phase, Progress, PromptLogprobs, Rejected, StopAt, Submit, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason
 
-PAUSE_ABOVE_TOKENS = 1024
-"""Undelivered tokens of a stream at which its request is paused; it goes on when all of them are delivered."""
+CREDIT_TOKENS = 1024
+"""Undelivered tokens of a stream above which its request is paused, unless the caller says otherwise; it goes on when all of them are
+delivered."""
 
 
 MISTAKE_GRACE_MS = 10_000
@@ -51,7 +52,9 @@ class PreparedRequest:
 
 def prompt_records_of(request: PreparedRequest) -> PromptRecords | None:
     """Where the prompt's log-probabilities gather, if they were asked for."""
-    return PromptRecords(request.submit) if request.submit.sampling.num_prompt_logprobs >= 0 else None
+    if request.submit.sampling.num_prompt_logprobs < 0:
+        return None
+    return PromptRecords(request.submit, request.spec.max_prompt_positions)
 
 
 def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[OutputSequence]:
@@ -85,13 +88,15 @@ class Cursor:
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """How one call wants its output. Times in seconds. max_tokens: of one event, 0 for no limit. detach_grace_s: how long the request
-    goes on without a reader, 0 to end with the call. pauses: whether an unread request is paused, not ended."""
+    goes on without a reader, 0 to end with the call. pauses: whether an unread request is paused, not ended. credit_tokens: how many
+    tokens may be unread before."""
 
     progress_interval_s: float = float("inf")
     flush_interval_s: float = 0.0
     max_tokens: int = 0
     detach_grace_s: float = 0.0
     pauses: bool = True
+    credit_tokens: int = CREDIT_TOKENS
 
 
 class RequestStream:
@@ -228,7 +233,7 @@ class RequestStream:
         if output.receive(offset, tokens):
             self._send(StopAt(key=self.key, sequence=sequence, keep=output.num_output_tokens))
         if self.is_streaming:
-            if not self._is_paused and len(output.ids) - output.num_delivered > PAUSE_ABOVE_TOKENS:
+            if not self._is_paused and len(output.ids) - output.num_delivered > self.delivery.credit_tokens:
                 self._on_unread()
             if not self._is_gathering:
                 self._wake()

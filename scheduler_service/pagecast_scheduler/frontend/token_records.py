@@ -27,6 +27,11 @@ def _record(token_id: int, logprob: float, top_ids: Sequence[int], top: Sequence
     return pb.TokenLogprob(token_id=token_id, logprob=logprob, top=best, token_bytes=bytes_of(table, token_id))
 
 
+def raw_bytes(ids: Sequence[int], table: Bytes) -> bytes:
+    """What the ids stand for, one after another."""
+    return b"".join([bytes_of(table, token_id) for token_id in ids])
+
+
 def output_records(ids: Sequence[int], records: Sequence[TokenLogprobs], table: Bytes) -> list[pb.TokenLogprob]:
     """One record for each id."""
     return [
@@ -35,8 +40,11 @@ def output_records(ids: Sequence[int], records: Sequence[TokenLogprobs], table: 
     ]
 
 
-def prompt_records(prompt: bytes, parts: Sequence[tuple[int, PromptLogprobs]], table: Bytes) -> Iterator[tuple[int, list[pb.TokenLogprob]]]:
-    """(position of the first record, records) for each part; the one that begins at position 1 is given position 0 as well."""
+def prompt_records(
+    prompt: bytes, parts: Sequence[tuple[int, PromptLogprobs]], table: Bytes, has_origin: bool = True
+) -> Iterator[tuple[int, list[pb.TokenLogprob]]]:
+    """(position of the first record, records) for each part; the one that begins at position 1 is given position 0 as well,
+    if that is wanted."""
     ids = view_u32(prompt)
     for skip, part in parts:
         values, top_ids, top = _floats(part.logprobs), view_u32(part.top_ids).tolist(), _floats(part.top_logprobs)
@@ -45,7 +53,7 @@ def prompt_records(prompt: bytes, parts: Sequence[tuple[int, PromptLogprobs]], t
             _record(int(ids[part.start + at]), values[at], top_ids[at * count :][:count], top[at * count :][:count], table)
             for at in range(skip, len(values))
         ]
-        if first == 1:
+        if first == 1 and has_origin:
             first, made = 0, [origin(int(ids[0]), table), *made]
         yield first, made
 

@@ -6,6 +6,7 @@ engines without a model. `token_bytes` says what each
 id is in bytes, which makes incremental decoding exact and cheap.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class Tokenizer(Protocol):
     token_bytes: list[bytes] | None
     piece_bytes: list[bytes] | None
     max_token_bytes: int | None
+    digest: str
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Names of special tokens in the text become those tokens."""
@@ -80,7 +82,7 @@ class ModelTokenizer:
 
     token_bytes: bytes of each id with special tokens empty, or None when the decoder is not plain byte-level. piece_bytes: the same for
     showing single tokens, also where whole texts are decoded otherwise. max_token_bytes: most bytes of text that one id can stand for,
-    or None when the tokenizer may change text before splitting it.
+    or None when the tokenizer may change text before splitting it. digest: hex SHA-256 over tokenizer and template.
     """
 
     backend: Backend
@@ -91,6 +93,7 @@ class ModelTokenizer:
     token_bytes: list[bytes] | None = field(init=False, default=None)
     piece_bytes: list[bytes] | None = field(init=False, default=None)
     max_token_bytes: int | None = field(init=False, default=None)
+    digest: str = field(init=False, default="")
     _special: dict[int, bytes] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,7 @@ class ModelTokenizer:
                 added = max((len(t.content.encode()) for t in self.backend.get_added_tokens_decoder().values()), default=1)
                 self.max_token_bytes = max(added, max(map(len, self.token_bytes)))
         self.piece_bytes = pieces_of(self.backend) if self.token_bytes is None else self.token_bytes
+        self.digest = _digest(self.backend.to_str(), self.template_source)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -119,6 +123,10 @@ class ModelTokenizer:
             added = self.backend.get_added_tokens_decoder()
             self._special = {token_id: token.content.encode() for token_id, token in added.items() if token.special}
         return self._special
+
+
+def _digest(tokenizer: str, template: str | None) -> str:
+    return hashlib.sha256("\0".join((tokenizer, template or "")).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _byte_level_table(backend: Backend) -> list[bytes]:
@@ -158,6 +166,7 @@ class ByteTokenizer:
         self.token_bytes += [chr(0x4E00 + i % 20902).encode() for i in range(vocab_size - 256)]
         self.piece_bytes: list[bytes] | None = self.token_bytes
         self.max_token_bytes: int | None = 1
+        self.digest = _digest(f"bytes {vocab_size}", self.TEMPLATE)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The UTF-8 bytes of the text."""

@@ -51,6 +51,7 @@ class OtlpSpans(Spans):
         }  # fmt: skip
         named = {"pagecast.reason": call.reason, "pagecast.request_id": call.request_id, "pagecast.tenant": call.principal.tenant}
         attributes.update({key: text for key, text in named.items() if text})
+        attributes.update({f"pagecast.label.{key}": text for key, text in call.labels})
         is_ours_to_fix = code in ("UNKNOWN", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNIMPLEMENTED", "DEADLINE_EXCEEDED")
         self._processor.on_end(
             self._span(

@@ -14,6 +14,7 @@ from pagecast.v1 import generation_pb2
 from pagecast_scheduler.frontend.chat_rules import check_chat
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 from pagecast_scheduler.frontend.findings import Findings
+from pagecast_scheduler.frontend.labels import check_labels
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.sampling_rules import (
     SamplingDefaults,
@@ -34,13 +35,16 @@ _PRIORITIES = {
     generation_pb2.PRIORITY_NORMAL: Priority.NORMAL,
     generation_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
 }
+_TRUNCATIONS = frozenset(generation_pb2.Truncate.values())
 
 
 class CheckedSpec(msgspec.Struct, frozen=True, array_like=True):
     """A valid request, defaults applied, except for what depends on the prompt's length.
 
     prompt_path: the field that holds the prompt. sampling: without bad words and constraint, which need the tokenizer and a compiler.
-    max_output_tokens: None means as many as fit. parse_...: None leaves it to the model's family. Times in milliseconds, -1 for none.
+    max_output_tokens: None means as many as fit. parse_...: None leaves it to the model's family. truncate: which end of a long prompt is
+    dropped, by its number in the API; num_truncated: how much was. max_prompt_positions: of log-probabilities, None for all. Times in
+    milliseconds, -1 for none.
     """
 
     prompt_path: str
@@ -64,6 +68,10 @@ class CheckedSpec(msgspec.Struct, frozen=True, array_like=True):
     priority: int
     time_budget_ms: int
     max_queue_ms: int
+    truncate: int = 0
+    num_truncated: int = 0
+    want_raw_bytes: bool = False
+    max_prompt_positions: int | None = None
 
 
 def is_request_id(text: str, max_length: int) -> bool:
@@ -127,7 +135,16 @@ def _with_logprobs(sampling: SamplingParams, output: Any, limits: Limits, found:
         if output.HasField(field):
             wanted[name] = getattr(output, field).top_n
             found.integer(f"spec.output.{field}.top_n", wanted[name], 0, limits.max_logprobs)
+    if wanted:
+        _max_positions(output, found)
     return msgspec.structs.replace(sampling, **wanted) if wanted else sampling
+
+
+def _max_positions(output: Any, found: Findings) -> None:
+    if output.logprobs.HasField("max_positions"):
+        found.add("spec.output.logprobs.max_positions", "is for prompt_logprobs alone")
+    if output.prompt_logprobs.HasField("max_positions") and not output.prompt_logprobs.max_positions:
+        found.add("spec.output.prompt_logprobs.max_positions", "must be at least 1, not 0")
 
 
 def check_spec(spec: Any, defaults: SamplingDefaults, seed: int, limits: Limits) -> CheckedSpec:
@@ -149,7 +166,17 @@ def check_spec(spec: Any, defaults: SamplingDefaults, seed: int, limits: Limits)
     scope = len(spec.cache.cache_scope.encode())
     if scope > limits.max_cache_scope_length:
         found.add("spec.cache.cache_scope", f"must be at most {limits.max_cache_scope_length} bytes, not {scope}")
+    if spec.labels:
+        check_labels(spec.labels, limits, found)
+    if spec.truncate not in _TRUNCATIONS:
+        found.add("spec.truncate", f"must be a Truncate of this server's, not {spec.truncate}")
     found.refuse()
+    return _checked(spec, sampling, num_sequences, time_budget_ms, max_queue_ms)
+
+
+def _checked(spec: Any, sampling: SamplingParams, num_sequences: int, time_budget_ms: int, max_queue_ms: int) -> CheckedSpec:
+    """The values of a spec that was found good."""
+    stopping = spec.stopping
     return CheckedSpec(
         prompt_path=f"spec.{spec.WhichOneof('input')}",
         sampling=sampling,
@@ -172,7 +199,20 @@ def check_spec(spec: Any, defaults: SamplingDefaults, seed: int, limits: Limits)
         priority=_PRIORITIES[spec.scheduling.priority],
         time_budget_ms=time_budget_ms,
         max_queue_ms=max_queue_ms,
+        truncate=spec.truncate,
+        want_raw_bytes=spec.output.raw_bytes,
+        max_prompt_positions=optional(spec.output.prompt_logprobs, "max_positions", None),
     )
+
+
+def truncated(checked: CheckedSpec, prompt: Sequence[int], limits: Limits) -> tuple[CheckedSpec, Sequence[int]]:
+    """The prompt, without as much of the end that the caller names as is needed to leave room for its output."""
+    room = limits.max_request_tokens - (checked.max_output_tokens or 1)
+    excess = len(prompt) - room
+    if excess <= 0 or checked.truncate in (generation_pb2.TRUNCATE_UNSPECIFIED, generation_pb2.TRUNCATE_NONE):
+        return checked, prompt
+    kept = prompt[excess:] if checked.truncate == generation_pb2.TRUNCATE_START else prompt[:room]
+    return msgspec.structs.replace(checked, num_truncated=excess), kept
 
 
 def check_prompt_length(num_prompt_tokens: int, path: str, limits: Limits, *, is_least: bool = False) -> None:
