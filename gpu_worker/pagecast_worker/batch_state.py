@@ -11,7 +11,7 @@ from torch import Tensor
 from pagecast_wire.codec import view_u32
 from pagecast_wire.plan import Admission
 from pagecast_worker.executor import PlanError
-from pagecast_worker.row_book import Changes
+from pagecast_worker.row_book import Changes, Forced
 from pagecast_worker.staging import Packet
 
 MAX_STOP_IDS = 160
@@ -42,7 +42,7 @@ class BatchState:
             tensor.zero_()
         self.stops.fill_(-1)
 
-    def pack(self, changes: Changes, packet: Packet) -> None:
+    def pack(self, changes: Changes, forced: Forced | None, packet: Packet) -> None:
         """Adds what `unpack` takes."""
         if changes.admissions:
             rows = np.array([a.row for a in changes.admissions])
@@ -53,8 +53,11 @@ class BatchState:
         if len(changes.table_index):
             packet.add(changes.table_index)
             packet.add(changes.table_blocks)
+        if forced is not None:
+            packet.add(forced.rows)
+            packet.add(forced.held)
 
-    def unpack(self, changes: Changes, parts: list[Tensor]) -> None:
+    def unpack(self, changes: Changes, forced: Forced | None, parts: list[Tensor]) -> None:
         """Writes what `pack` added; removes it from the front of parts."""
         if changes.admissions:
             rows, scalars, seeds, stops = parts[0].long(), parts[1], parts[2], parts[3]
@@ -67,6 +70,9 @@ class BatchState:
             index, blocks = parts[0].long(), parts[1]
             del parts[:2]
             self.table.view(-1).index_copy_(0, index, blocks)
+        if forced is not None:
+            self.scalars[NUM_TOKENS].index_copy_(0, parts[0].long(), parts[1])
+            del parts[:2]
 
 
 def scalars_of(admission: Admission) -> NDArray[np.int32]:

@@ -1,8 +1,8 @@
 """An executor without a model: it follows plans exactly and draws tokens from the cells it was pointed at.
 
-Owns a paged memory of one u64 cell per token and the rows that plans fill and empty. Of sampling values only the seed and the numbers
-of log-probabilities (oracle_logprobs) have a meaning here. `oracle_tokens` says what any request must produce, so a wrong block,
-length, order or epoch shows as a wrong token.
+Owns a paged memory of one u64 cell per token and the rows that plans fill and empty. Of sampling values only the seed, the numbers of
+log-probabilities (oracle_logprobs) and whether there is a constraint (oracle_runs) have a meaning here. `oracle_tokens` says what any
+request must produce, so a wrong block, length, order or epoch shows as a wrong token.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from pagecast_worker.executor import PlanError, Prepared, ReportProgress
 from pagecast_worker.oracle_cells import Cells
 from pagecast_worker.oracle_logprobs import OracleLogprobs
 from pagecast_worker.oracle_model import avoid, draw, oracle_tokens, position_weights, row_key, token_terms
+from pagecast_worker.oracle_runs import OracleRuns
 
 __all__ = ["OracleExecutor", "oracle_tokens"]
 
@@ -74,6 +75,7 @@ class OracleExecutor:
         self.start = start
         self._results.clear()
         self._logprobs = OracleLogprobs(self.vocab_size)
+        self._runs = OracleRuns(self.vocab_size)
         self.cells = Cells(start.num_blocks, start.block_size, length)
         self._weights = position_weights(length)
         self.table = np.zeros((rows, self.cells.blocks_for(length)), dtype=np.int64)
@@ -108,7 +110,7 @@ class OracleExecutor:
             tokens=pack_u32(tokens),
             flags=flags.tobytes(),
             device_us=self.config.oracle_step_us,
-            **self._logprobs.fields(plan, rows, tokens, flags, self._known),
+            **self._logprobs.fields(plan, rows, tokens, flags, self._known), **self._runs.news(rows),
         )
         self._results.append((self._device_free_at, result))
 
@@ -156,6 +158,7 @@ class OracleExecutor:
         self._num_known[row] = self.num_tokens[row] = len(tokens)
         self._max_tokens[row], self._min_tokens[row] = admission.max_tokens, admission.min_tokens
         self._logprobs.admit(admission)
+        self._runs.admit(admission)
         self._keys[row] = row_key(admission.sampling.seed, admission.sequence)
         stops = view_u32(admission.stop_token_ids)
         missing = len(stops) - self._stops.shape[1]
@@ -182,19 +185,40 @@ class OracleExecutor:
             raise PlanError(f"step {plan.step}: a chunk reaches beyond its row's known tokens")
         self._prefill(chunk_rows, starts.astype(np.int64), lengths.astype(np.int64))
         finishing = chunk_rows[ends == self._num_known[chunk_rows]]
+        jumping = self._jump(plan, decoding)
         rows = np.union1d(np.flatnonzero(decoding), finishing)
         alive = np.ones(len(rows), dtype=bool)
         tokens = np.zeros((plan.num_steps, len(rows)), dtype=np.int64)
         flags = np.full((plan.num_steps, len(rows)), FLAG_IDLE, dtype=np.uint8)
         for k in range(plan.num_steps):
             if k == 0:
-                self._feed(rows[decoding[rows]])
+                self._feed(np.setdiff1d(rows[decoding[rows]], jumping))
             else:
                 self._feed(rows[alive])
             tokens[k, alive], flags[k, alive] = self._sample(rows[alive])
             alive &= (flags[k] & FLAG_STOP == 0) & (self.num_tokens[rows] < self._max_tokens[rows]) & decoding[rows]
         self._decoding[finishing] = True
         return rows, tokens, flags
+
+    def _jump(self, plan: StepPlan, decoding: NDArray[np.bool_]) -> Rows:
+        """Rows take their forced tokens and compute them behind their newest one. Returns those rows."""
+        rows, counts = self._rows(plan.forced_rows), view_u32(plan.forced_counts).astype(np.int64)
+        tokens = view_u32(plan.forced_tokens).astype(np.int64)
+        starts = self.num_tokens[rows] - 1
+        fits = len(rows) == len(counts) and counts.sum() == len(tokens) and (counts > 1).all() and decoding[rows].all()
+        if not fits or (starts + counts >= self._max_tokens[rows]).any():
+            raise PlanError(f"step {plan.step}: forced tokens for a row that cannot take them")
+        end = 0
+        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            end += count
+            taken = tokens[end - count : end]
+            if taken[0] != self._last_token[row]:
+                raise PlanError(f"step {plan.step}: row {row} takes forced tokens behind one that is not its newest")
+            self._runs.take(row, taken[1:].tolist())
+            self._known[row, start : start + count] = taken
+            self.num_tokens[row] = start + count
+        self._prefill(rows, starts, counts)
+        return rows
 
     def _prefill(self, rows: Rows, starts: Rows, lengths: Rows) -> None:
         """Write the cells of every chunk. A chunk may continue from blocks that another chunk of this step fills: that one
@@ -225,12 +249,14 @@ class OracleExecutor:
         """One token per row from all its cells."""
         held = self.num_tokens[rows]
         tokens = draw(self.cells.contexts(self.table[rows], held), self._keys[rows], self.vocab_size)
+        self._runs.force(rows, tokens)
         stops = self._stops[rows]
         hits = (stops == tokens[:, None]).any(axis=1)
         early = hits & (held < self._min_tokens[rows])
         for index in np.flatnonzero(early).tolist():
             tokens[index] = avoid(int(tokens[index]), set(stops[index].tolist()), self.vocab_size)
             hits[index] = bool((stops[index] == tokens[index]).any())
+        self._runs.follow(rows, tokens)
         self._last_token[rows] = tokens
         self.num_tokens[rows] = held + 1
         return tokens, np.where(hits, FLAG_STOP, 0).astype(np.uint8)

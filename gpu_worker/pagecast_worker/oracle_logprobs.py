@@ -50,6 +50,10 @@ class OracleLogprobs:
         if max(sampling.num_logprobs, prompt) >= 0:
             self._asked[admission.row] = (sampling.num_logprobs, prompt, admission.num_prompt_tokens)
 
+    def tells(self, row: int) -> bool:
+        """Whether the row tells log-probabilities of its output."""
+        return self._asked.get(row, (-1,))[0] >= 0
+
     def fields(
         self, plan: StepPlan, rows: NDArray[np.int64], tokens: NDArray[np.int64], flags: NDArray[np.uint8], known: Known
     ) -> dict[str, bytes]:

@@ -26,6 +26,8 @@ _RATIO: Final = 0x9E3779B97F4A7C15  # odd, hence a unit of the ring
 _MASK: Final = (1 << 64) - 1
 _TOKEN_SALT: Final = np.uint64(0x1F83D9ABFB41BD6B)
 _WEIGHT_SALT: Final = np.uint64(0x5BE0CD19137E2179)
+_RUN_SALT: Final = 0x510E527FADE682D1
+_LONGEST_RUN: Final = 12
 
 
 def mix(values: Any) -> U64:
@@ -74,6 +76,18 @@ def avoid(token: int, banned: Collection[int], vocab_size: int) -> int:
     return token
 
 
+def forced_run(token: int, vocab_size: int, stop_ids: Collection[int] = ()) -> list[int]:
+    """What any constraint makes the oracle say after it drew `token`: after every third a few tokens that follow from it alone, up to
+    the first that would be a stop id."""
+    words = mix(np.arange(1 + _LONGEST_RUN, dtype=np.uint64) + np.uint64((token * _RUN_SALT) & _MASK)).tolist()
+    run: list[int] = []
+    for word in words[1 : 1 + words[0] // 3 % _LONGEST_RUN] if words[0] % 3 == 0 else ():
+        if word % vocab_size in stop_ids:
+            break
+        run.append(word % vocab_size)
+    return run
+
+
 def oracle_tokens(
     prompt: Sequence[int],
     n: int,
@@ -82,11 +96,12 @@ def oracle_tokens(
     vocab_size: int = 49152,
     stop_ids: Collection[int] = (),
     min_tokens: int = 0,
+    constrained: bool = False,
 ) -> list[int]:
     """The output that any correct serving of `prompt` by the oracle must produce; computed without blocks, steps or batches.
 
     At most n output tokens; ends after the first stop id, which is part of the output. Before `min_tokens` output tokens exist, no
-    stop id can be drawn.
+    stop id can be drawn. constrained: under any constraint, whose forced tokens are not drawn.
     """
     total = len(prompt) + n
     weights, powers = position_weights(total), ratio_powers(total)
@@ -95,10 +110,15 @@ def oracle_tokens(
     cell = int(cells[-1])
     key = np.array([row_key(seed, sequence)], dtype=np.uint64)
     output: list[int] = []
+    run: list[int] = []
     while len(output) < n:
-        token = int(draw(np.array([context], dtype=np.uint64), key, vocab_size)[0])
-        if len(output) < min_tokens:
-            token = avoid(token, stop_ids, vocab_size)
+        if run:
+            token = run.pop(0)
+        else:
+            token = int(draw(np.array([context], dtype=np.uint64), key, vocab_size)[0])
+            if len(output) < min_tokens:
+                token = avoid(token, stop_ids, vocab_size)
+            run = forced_run(token, vocab_size, stop_ids) if constrained else []
         position = len(prompt) + len(output)
         output.append(token)
         if token in stop_ids:

@@ -1,5 +1,6 @@
 """A plan's result, put together from what came down from the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,8 @@ from pagecast_worker.row_book import Int
 from pagecast_worker.token_rules import PromptPart
 
 Arrays = list[NDArray[np.int32]]
+Runs = Sequence[tuple[int, list[int]]]
+"""Forced tokens to tell of: (where the token before them stands among the step's, the tokens)."""
 
 
 @dataclass(slots=True)
@@ -45,12 +48,12 @@ def split_arrays(kept: Kept, arrays: Arrays) -> tuple[Arrays, Arrays, list[NDArr
     return arrays[:count], sampled, logprobs
 
 
-def build_result(plan: StepPlan, rank: int, kept: Kept, arrays: Arrays, device_us: int) -> StepResult:
+def build_result(plan: StepPlan, rank: int, kept: Kept, arrays: Arrays, device_us: int, runs: Runs = ()) -> StepResult:
     prompts, sampled, logprobs = split_arrays(kept, arrays)
     tokens, flags = join_steps(sampled, [step.rows for step in kept.steps])
     return StepResult(
         epoch=plan.epoch, step=plan.step, rank=rank, tokens=pack_u32(tokens), flags=flags.tobytes(), device_us=device_us,
-        **_logprob_fields(kept.steps, logprobs), **_prompt_fields(kept.prompts, prompts),
+        **_logprob_fields(kept.steps, logprobs), **_prompt_fields(kept.prompts, prompts), **run_fields(runs),
     )  # fmt: skip
 
 
@@ -77,6 +80,16 @@ def join_steps(arrays: Arrays, sub_rows: list[Int]) -> tuple[NDArray[np.int32], 
         flags[k, ended] = FLAG_IDLE
         ended |= flags[k] & (FLAG_STOP | FLAG_DEAD) != 0
     return tokens, flags
+
+
+def run_fields(runs: Runs) -> dict[str, bytes]:
+    """StepResult's columns of forced tokens."""
+    if not runs:
+        return {}
+    return {
+        "forced_at": pack_u32([at for at, _ in runs]), "forced_counts": pack_u32([len(run) for _, run in runs]),
+        "forced_tokens": pack_u32([token for _, run in runs for token in run]),
+    }  # fmt: skip
 
 
 def _logprob_fields(steps: list[SubStep], arrays: list[NDArray[np.int32] | None]) -> dict[str, bytes]:

@@ -36,11 +36,23 @@ class Changes:
 
 
 @dataclass(slots=True)
+class Forced:
+    """Rows, ascending, that take tokens without drawing them. counts: how many; tokens: theirs, end to end; held: tokens of each row once
+    it has them."""
+
+    rows: Int
+    counts: Int
+    tokens: Int
+    held: Int
+
+
+@dataclass(slots=True)
 class Schedule:
     """What a plan computes. decode_rows ascend; token t of the step is decode row t, then come the chunks end to end.
 
     sample_rows ascend; sample_index[i] is the token of the step whose logits row sample_rows[i] draws from. later[j] holds the
     rows that still decode in step j + 1 of a k-step plan. early: the sampling rows that min_tokens binds, per step of the plan.
+    forced: who takes forced tokens; such a row is among the chunks and not among those that decode.
     """
 
     decode_rows: Int
@@ -52,6 +64,7 @@ class Schedule:
     sample_index: Int
     later: list[Int]
     early: list[Int]
+    forced: Forced | None = None
 
     @property
     def decode_only(self) -> bool:
@@ -120,7 +133,7 @@ class RowBook:
         decode_rows = np.flatnonzero(decoding)
         positions = self.num_tokens[decode_rows] - 1
         self._check_room(plan.step, decode_rows, positions)
-        if plan.chunk_rows or plan.chunk_starts or plan.chunk_lengths:
+        if plan.chunk_rows or plan.chunk_starts or plan.chunk_lengths or plan.forced_rows:
             return self._schedule_mixed(plan, decode_rows, positions)
         later, early = self._take_steps(plan, decode_rows, decode_rows)
         return Schedule(decode_rows, positions, NONE, NONE, NONE, decode_rows, np.arange(len(decode_rows)), later, early)
@@ -131,6 +144,15 @@ class RowBook:
         starts, lengths = view_u32(plan.chunk_starts).astype(np.int64), view_u32(plan.chunk_lengths).astype(np.int64)
         self._check_chunks(plan.step, chunk_rows, starts, lengths)
         finishes = starts + lengths == self.num_known[chunk_rows]
+        forced = None
+        if plan.forced_rows:
+            forced = self._force(plan, decode_rows)
+            draws = ~np.isin(decode_rows, forced.rows)
+            decode_rows, positions = decode_rows[draws], positions[draws]
+            chunk_rows = np.concatenate((forced.rows, chunk_rows))
+            starts = np.concatenate((forced.held - forced.counts - 1, starts))
+            lengths = np.concatenate((forced.counts + 1, lengths))
+            finishes = np.concatenate((np.ones(len(forced.rows), np.bool_), finishes))
         last_tokens = len(decode_rows) + np.cumsum(lengths) - 1
         sample_rows = np.concatenate((decode_rows, chunk_rows[finishes]))
         order = np.argsort(sample_rows, kind="stable")
@@ -138,7 +160,24 @@ class RowBook:
         sample_rows = sample_rows[order]
         later, early = self._take_steps(plan, sample_rows, decode_rows)
         self.decoding[chunk_rows[finishes]] = True
-        return Schedule(decode_rows, positions, chunk_rows, starts, lengths, sample_rows, sample_index, later, early)
+        return Schedule(decode_rows, positions, chunk_rows, starts, lengths, sample_rows, sample_index, later, early, forced)
+
+    def _force(self, plan: StepPlan, decode_rows: Int) -> Forced:
+        """Decoding rows take the plan's forced tokens: from here on their newest tokens are known here too."""
+        rows, counts = self._rows(plan.forced_rows), view_u32(plan.forced_counts).astype(np.int64)
+        tokens = view_u32(plan.forced_tokens)
+        if len(rows) != len(counts) or int(counts.sum()) != len(tokens) or plan.num_steps != 1:
+            raise PlanError(f"step {plan.step}: forced columns differ in length")
+        held = self.num_tokens[rows] + counts - 1
+        fits = (counts > 1).all() and (rows[1:] > rows[:-1]).all() and (held < self.max_tokens[rows]).all()
+        if not fits or not np.isin(rows, decode_rows).all():
+            raise PlanError(f"step {plan.step}: forced tokens for a row that cannot take them")
+        self._check_room(plan.step, rows, held - 1)
+        first = np.cumsum(counts) - counts
+        within = np.arange(len(tokens)) - np.repeat(first, counts)
+        self.known[np.repeat(rows, counts), np.repeat(held - counts, counts) + within] = tokens
+        self.num_known[rows] = self.num_tokens[rows] = held
+        return Forced(rows, counts - 1, tokens[within > 0].astype(np.int64), held)
 
     def _take_steps(self, plan: StepPlan, sample_rows: Int, decode_rows: Int) -> tuple[list[Int], list[Int]]:
         """Moves the mirrors past all steps of a plan. Returns `later` and `early` of the Schedule."""

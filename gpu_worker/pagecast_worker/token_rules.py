@@ -14,7 +14,7 @@ from pagecast_wire.codec import view_u32
 from pagecast_wire.plan import Admission
 from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from pagecast_worker.executor import PlanError
-from pagecast_worker.row_book import Int
+from pagecast_worker.row_book import Forced, Int
 from pagecast_worker.staging import Packet, Staging
 
 _RECENT = MAX_BAD_WORD_TOKENS - 1
@@ -90,6 +90,14 @@ class TokenRules:
             if kind:
                 self._hold()
                 self._write(admission, kind, staging)
+
+    def take(self, forced: Forced, staging: Staging) -> None:
+        """Forced tokens count for penalties like drawn ones. Rows with bad words have none."""
+        penalised = np.repeat(self.kinds[forced.rows] & PENALTIES != 0, forced.counts)
+        if penalised.any():
+            flat = (np.repeat(forced.rows, forced.counts) * self.vocab_size + forced.tokens)[penalised]
+            counted = staging.upload(flat.astype(np.int32)).long()
+            self.counts.view(-1).index_add_(0, counted, torch.full_like(counted, 2, dtype=torch.int32))
 
     def of_step(self, rows: Int, early: Int) -> StepRules | None:
         """What the sampling rows of a step ask for. early: those that may not end yet. None: nothing."""

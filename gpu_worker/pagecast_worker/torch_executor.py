@@ -6,7 +6,7 @@ staging, graphs).
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class _Pending:
 
     decoded, wanted: its first step before its tokens are drawn by rules. followers: constraints of wanted.constrained; their masks need
     the tokens of the plan before, so drawing may wait for them while the forward pass runs. download: None until then. arrays: what
-    came down.
+    came down. runs: forced tokens to tell of.
     """
 
     plan: StepPlan
@@ -63,6 +63,7 @@ class _Pending:
     download: Download | None = None
     arrays: Arrays | None = None
     device_us: int = 0
+    runs: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class TorchExecutor:
@@ -228,7 +229,7 @@ class TorchExecutor:
         if pending.download is None or not (wait or pending.download.ready()):
             return None
         arrays = self._settle(self._pending.popleft())
-        return build_result(pending.plan, self.config.rank, pending.kept, arrays, pending.device_us)
+        return build_result(pending.plan, self.config.rank, pending.kept, arrays, pending.device_us, pending.runs)
 
     def close(self) -> None:
         if self._group is None:  # else a step may never end, because another rank has
@@ -250,7 +251,9 @@ class TorchExecutor:
         self.filters.admit(changes.admissions)
         self.constraints.admit(changes.admissions)
         packet = Packet()
-        self.state.pack(changes, packet)
+        if schedule.forced is not None:
+            self.rules.take(schedule.forced, staging)
+        self.state.pack(changes, schedule.forced, packet)
         clears = self.backend.clear_blocks and len(changes.fresh_blocks) > 0
         for blocks in [changes.copy_from, changes.copy_to] if len(changes.copy_from) else []:
             packet.add(blocks)
@@ -258,7 +261,7 @@ class TorchExecutor:
             packet.add(changes.fresh_blocks)
         sent = self._pack_rows(schedule, book, packet)
         parts = packet.upload(staging)
-        self.state.unpack(changes, parts)
+        self.state.unpack(changes, schedule.forced, parts)
         if len(changes.copy_from):
             self.cache.copy(self.ops, parts.pop(0), parts.pop(0))
         if clears:
@@ -278,6 +281,8 @@ class TorchExecutor:
             for earlier in self._pending:
                 if earlier is not pending:
                     self._settle(earlier)
+            if schedule.forced is not None:
+                self.constraints.take(schedule.forced)
             masks = self.constraints.masks(pending.followers, pending.wanted.constrained, pending.wanted.kinds)
         self._sampled(schedule.sample_rows, pending.wanted, pending.decoded, kept, masks)
         for rows, early in zip(schedule.later, schedule.early[1:], strict=True):
@@ -294,6 +299,8 @@ class TorchExecutor:
                 out = pending.arrays[len(pending.kept.prompts)]
                 for follower, place in zip(pending.followers, pending.wanted.places[pending.wanted.constrained].tolist(), strict=True):
                     out[1, place] = follower.take(int(out[0, place]), int(out[1, place]))
+                    if run := follower.news():
+                        pending.runs.append((place, run))
         return pending.arrays
 
     def _pack_rows(self, schedule: Schedule, book: RowBook, packet: Packet) -> bool:

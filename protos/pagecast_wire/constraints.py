@@ -5,6 +5,7 @@ llguidance is loaded by those who call this, never by the scheduler.
 
 import hashlib
 import json
+import re
 from typing import Any, Final
 
 from pagecast_wire.sampling import Constraint, ConstraintKind
@@ -13,18 +14,26 @@ _WHITESPACE: Final = r"[ \n\r\t]{0,32}"
 """Between the parts of a JSON text: enough for an indented one, too little for a model to stay in for ever."""
 
 
+_SPACE_BEHIND_REASONING: Final = r"[ \n\r\t]{0,16}"
+
+
 def constraint_digest(constraint: Constraint) -> bytes:
     """32 bytes that name a constraint between scheduler and worker."""
-    return hashlib.sha256(f"{int(constraint.kind)}\n{constraint.text}".encode("utf-8", "surrogatepass")).digest()
+    named = json.dumps([int(constraint.kind), constraint.text, constraint.opening, constraint.closing])
+    return hashlib.sha256(named.encode()).digest()
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """llguidance's grammar for a constraint. Raises ValueError where the text is not of its kind; whether the grammar compiles is not known
-    yet."""
+def grammar_of(constraint: Constraint, vocabulary: Any = None) -> str:
+    """llguidance's grammar for a constraint. vocabulary: an LLTokenizer that knows special tokens; without one, the marks of a reasoning
+    section are taken for plain text. Raises ValueError where the text is not of its kind; whether the grammar compiles is not known yet."""
+    grammar = _answer_grammar(constraint.kind, constraint.text)
+    return grammar if not constraint.closing else _behind_reasoning(grammar, constraint.opening, constraint.closing, vocabulary)
+
+
+def _answer_grammar(kind: ConstraintKind, text: str) -> str:
     from llguidance import LLMatcher
 
-    text = constraint.text
-    match constraint.kind:
+    match kind:
         case ConstraintKind.JSON_SCHEMA:
             return _json_grammar(LLMatcher, text)
         case ConstraintKind.JSON_OBJECT:
@@ -35,6 +44,33 @@ def grammar_of(constraint: Constraint) -> str:
             return "start: " + " | ".join(json.dumps(choice) for choice in _choices(text))
         case ConstraintKind.GRAMMAR:
             return str(LLMatcher.grammar_from_lark(text))
+
+
+def _behind_reasoning(grammar: str, opening: str, closing: str, vocabulary: Any) -> str:
+    """The grammar of an answer, named and called from one that lets a reasoning section stand before it."""
+    if grammar.lstrip().startswith("{"):
+        parts = json.loads(grammar)["grammars"]
+        if len(parts) != 1:
+            raise ValueError("a grammar that is to follow reasoning must be one grammar")
+        answer = {**parts[0], "name": "answer"}
+    else:
+        answer = {"name": "answer", "lark_grammar": grammar}
+    begin, end = _special(opening, vocabulary), _special(closing, vocabulary)
+    inside = f"inside: /(?s:.*)/ {end}" if end else f"inside[lazy]: /(?s:.*){_escaped(closing)}/"
+    whole = f"({begin or json.dumps(opening)} inside)?" if opening else "inside"
+    main = f"start: {whole} space @answer\n{inside}\nspace: /{_SPACE_BEHIND_REASONING}/\n"
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, answer]})
+
+
+def _special(mark: str, vocabulary: Any) -> str:
+    """A mark as Lark names a special token; "" if it is none, and so is written with the letters of any text."""
+    ids = vocabulary.tokenize_str(mark, parse_special=True) if mark and vocabulary is not None else []
+    return f"<[{ids[0]}]>" if len(ids) == 1 and vocabulary.is_special_token(ids[0]) else ""
+
+
+def _escaped(mark: str) -> str:
+    """A mark inside a regular expression between slashes."""
+    return re.sub(r"([^0-9A-Za-z_<>])", r"\\\1", mark)
 
 
 def limits() -> Any:

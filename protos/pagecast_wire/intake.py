@@ -335,5 +335,6 @@ class EngineStatus(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     output_tokens: int = 0
     prompt_tokens: int = 0
     device_us: int = 0  # that steps took on the device of the rank that answers
+    forced_tokens: int = 0  # of output_tokens, those that a constraint left no choice about and no step had to draw
     load: tuple[LoadProgress, ...] = ()
     log_level: str = ""  # what an operator wants of every process; "": as configured

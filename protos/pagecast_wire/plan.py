@@ -9,6 +9,8 @@ Which rows compute in a step, in full:
   4. Every *decoding* row that is not in `paused` feeds its last token and samples the next, `num_steps` times. A row is decoding
      from the step after the chunk that reached the end of its known tokens until it is released. With `num_steps` k > 1 a row
      that meets a stop id or its token limit sits out the rest of the k.
+  5. A decoding row in `forced` takes tokens that its constraint leaves no choice about: instead of its last token alone it feeds that
+     token and the forced ones behind it, as one chunk, and samples the token after them.
 A plan that holds a row under a constraint has num_steps 1. Such a row sits nothing out: a worker runs the forward pass of a plan ahead and
 draws the constrained rows' tokens in it once it has those of the plan before.
 A row samples when it decodes, or when its chunk reaches the end of its known tokens. Results list sampling rows in ascending
@@ -62,6 +64,8 @@ class StepPlan(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     grown_rows/grown_blocks: parallel columns, one new block per entry, appended in order.
     chunk_rows/chunk_starts/chunk_lengths: parallel columns. copy_from/copy_to: parallel columns of block ids.
     table_checksum: 0, or (debug) CRC-32 over every active row's (row, num_tokens, block table) that a worker compares after applying.
+    forced_rows/forced_counts: parallel columns, rows ascending; forced_tokens: for each of them so many tokens, the newest that it holds
+    and then those, at least one, that it takes.
     """
 
     epoch: int
@@ -78,6 +82,9 @@ class StepPlan(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     copy_from: bytes = b""
     copy_to: bytes = b""
     table_checksum: int = 0
+    forced_rows: bytes = b""
+    forced_counts: bytes = b""
+    forced_tokens: bytes = b""
 
 
 class PrepareConstraint(Struct, frozen=True, forbid_unknown_fields=True, tag="prepare_constraint"):

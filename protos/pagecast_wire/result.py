@@ -67,6 +67,9 @@ class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     log-probabilities: the row, the position of the first token told of, how many there are, and how many best entries each has. A
     chunk over [start, end) tells of tokens start + 1 to end, as far as they are of the prompt. prompt_logprobs f32,
     prompt_top_ids u32 and prompt_top_logprobs f32 hold all entries' values end to end.
+    forced_at/forced_counts: parallel u32 columns; forced_tokens: u32, all runs end to end. Behind the token at index forced_at of `tokens`
+    the row's constraint leaves no choice about so many tokens. No stop id is among them; a row that asks for log-probabilities, or that
+    has rules which may forbid a token, has none. What is told once is not told again.
     """
 
     epoch: int
@@ -86,6 +89,9 @@ class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     prompt_logprobs: bytes = b""
     prompt_top_ids: bytes = b""
     prompt_top_logprobs: bytes = b""
+    forced_at: bytes = b""
+    forced_counts: bytes = b""
+    forced_tokens: bytes = b""
     device_us: int = 0
 
 

@@ -51,10 +51,16 @@ class ConstraintFault(IntEnum):
 class Constraint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Structured output. The worker masks every token that cannot continue a valid output, and of end tokens all while the output is
     not complete. Once nothing but an end token can follow, one is chosen: the sequence ends with STOP, its last token an end token
-    of the model (also with ignore_eos, which leaves it out of stop_token_ids)."""
+    of the model (also with ignore_eos, which leaves it out of stop_token_ids).
+
+    closing: if not empty, a reasoning section comes first: any text up to the first place where the output has this mark, then white
+    space, then what the constraint says. No end token can be chosen inside. opening: the mark that such a section must begin with,
+    and without which the constraint holds from the first token; empty: the output begins inside the section."""
 
     kind: ConstraintKind
     text: str = ""
+    opening: str = ""
+    closing: str = ""
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

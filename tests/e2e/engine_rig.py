@@ -185,7 +185,9 @@ class RigFrontend:
     def expect(self, key: int) -> None:
         """The tokens of this finished request are the oracle's."""
         submit = self.submits[key]
-        expected = oracle_tokens(view_u32(submit.prompt).tolist(), submit.stop.max_output_tokens, seed=submit.sampling.seed)
+        sampling, prompt = submit.sampling, view_u32(submit.prompt).tolist()
+        constrained = sampling.constraint is not None
+        expected = oracle_tokens(prompt, submit.stop.max_output_tokens, seed=sampling.seed, constrained=constrained)
         assert self.tokens[key, 0] == expected
 
     def close(self) -> None:

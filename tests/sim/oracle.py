@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from sim.reference import EMPTY, VOCABULARY, extend, sample
+from sim.reference import EMPTY, VOCABULARY, extend, forced_run, sample
 
 from pagecast_wire.checksum import table_checksum
 from pagecast_wire.codec import pack_u32, view_u32
@@ -64,6 +64,8 @@ class Row:
     admitted_step: int
     constrained: bool
     broken: bool = False
+    run: list[int] = field(default_factory=list)  # what its constraint makes it say next
+    is_told: bool = True  # the scheduler has heard of the run
 
     @property
     def decoding(self) -> bool:
@@ -180,12 +182,14 @@ class OracleWorker:
         table = np.zeros(start.max_model_len // start.block_size + 2, dtype=np.int64)
         table[: len(blocks)] = blocks
         seed = admission.sampling.seed
-        self.rows[number] = Row(
+        self.rows[number] = row = Row(
             seed=seed, sequence=admission.sequence, identity=self._identify(seed), chain=chain, table=table, num_blocks=len(blocks),
             num_tokens=len(tokens), num_computed=admission.num_computed_tokens, max_tokens=admission.max_tokens,
             min_tokens=admission.min_tokens, stop_ids=frozenset(view_u32(admission.stop_token_ids).tolist()), tokens=tokens,
             first_owned=first_owned, admitted_step=step, constrained=admission.sampling.constraint is not None,
         )  # fmt: skip
+        for position in range(admission.num_prompt_tokens, len(tokens)) if row.constrained else ():
+            self._follow(row, tokens[position], int(chain[position]))
 
     def _grow(self, row: Row, number: int, block: int, step: int) -> None:
         self._check_block(block, step, "grows by")
@@ -206,18 +210,23 @@ class OracleWorker:
         for number in paused:
             self._row(number, plan.step, "pauses")
         decoding = [n for n, row in sorted(self.rows.items()) if n not in paused and row.decoding]
-        chunks = self._chunks(plan)
-        if chunks and plan.num_steps > 1:
+        chunks, jumps = self._chunks(plan), self._jumps(plan)
+        if not jumps.keys() <= set(decoding):
+            raise Violation(f"step {plan.step}: a row that does not decode takes forced tokens")
+        if (chunks or jumps) and plan.num_steps > 1:
             raise Violation(f"step {plan.step}: a plan of {plan.num_steps} steps carries prefill chunks")
         if plan.num_steps > 1 and any(row.constrained for row in self.rows.values()):
             raise Violation(f"step {plan.step}: a plan of {plan.num_steps} steps holds a constrained row")
         if not set(decoding).isdisjoint(chunks):
             raise Violation(f"step {plan.step}: a decoding row got a chunk")
-        if len(decoding) + sum(chunks.values()) > self.start.max_num_batched_tokens:
-            raise Violation(f"step {plan.step}: {len(decoding)} decodes + {sum(chunks.values())} prefill tokens exceed the budget")
+        num_chunked = sum(chunks.values()) + sum(map(len, jumps.values()))
+        if len(decoding) + num_chunked > self.start.max_num_batched_tokens:
+            raise Violation(f"step {plan.step}: {len(decoding)} decodes + {num_chunked} tokens in chunks exceed the budget")
+        for number, taken in jumps.items():
+            self._take_forced(number, self.rows[number], taken, plan.step)
         finishing = {n for n, length in chunks.items() if self.rows[n].num_computed + length == self.rows[n].num_tokens}
         sampling = sorted(finishing.union(decoding))
-        lengths = {**dict.fromkeys(decoding, 1), **chunks}
+        lengths = {**dict.fromkeys(decoding, 1), **chunks} | {number: 1 + len(taken) for number, taken in jumps.items()}
         executed = Executed(StepResult(epoch=plan.epoch, step=plan.step, rank=0))
         tokens: list[int] = []
         flags: list[int] = []
@@ -237,7 +246,8 @@ class OracleWorker:
             {number: np.array(row.tokens, np.uint32) for number, row in self.rows.items()},
         )  # fmt: skip
         executed.result = StepResult(
-            epoch=plan.epoch, step=plan.step, rank=0, tokens=pack_u32(tokens), flags=bytes(flags), device_us=1, **told
+            epoch=plan.epoch, step=plan.step, rank=0, tokens=pack_u32(tokens), flags=bytes(flags), device_us=1, **told,
+            **self._runs(sampling),
         )  # fmt: skip
         return executed
 
@@ -253,6 +263,56 @@ class OracleWorker:
                 raise Violation(f"step {plan.step} row {number}: chunk {span}")
             chunks[number] = length
         return chunks
+
+    def _jumps(self, plan: StepPlan) -> dict[int, list[int]]:
+        """The forced tokens that rows take, without the one before them, which must be the row's newest."""
+        counts, tokens = view_u32(plan.forced_counts).tolist(), view_u32(plan.forced_tokens).tolist()
+        rows = view_u32(plan.forced_rows).tolist()
+        if len(rows) != len(counts) or sum(counts) != len(tokens) or sorted(set(rows)) != rows or min(counts, default=2) < 2:
+            raise Violation(f"step {plan.step}: forced columns {rows}, {counts} and {len(tokens)} tokens")
+        jumps: dict[int, list[int]] = {}
+        for number, count in zip(rows, counts):
+            row = self._row(number, plan.step, "forces")
+            newest, *jumps[number] = tokens[:count]
+            tokens = tokens[count:]
+            if not row.broken and extend(int(row.chain[row.num_tokens - 2]), newest) != int(row.chain[row.num_tokens - 1]):
+                raise Violation(f"step {plan.step} row {number}: forced tokens behind {newest}, which is not its newest")
+        return jumps
+
+    def _take_forced(self, number: int, row: Row, taken: list[int], step: int) -> None:
+        """They join the row's tokens before it computes."""
+        if not row.broken and row.run[: len(taken)] != taken:
+            raise Violation(f"step {step} row {number}: takes {taken}, forced are {row.run}")
+        if row.num_tokens + len(taken) >= row.max_tokens:
+            raise Violation(f"step {step} row {number}: {len(taken)} forced tokens leave no room to sample")
+        for token in taken:
+            row.chain[row.num_tokens] = extend(int(row.chain[row.num_tokens - 1]), token)
+            row.num_tokens += 1
+        del row.run[: len(taken)]
+
+    def _follow(self, row: Row, token: int, chain: int) -> None:
+        """The row's output has one token more. chain: value after it."""
+        if row.run:
+            row.run.pop(0)
+        else:
+            row.run = forced_run(chain, row.stop_ids)
+            row.is_told = False
+
+    def _runs(self, sampling: list[int]) -> dict[str, bytes]:
+        """Runs that the scheduler has not heard of; of rows that tell log-probabilities none, nor anything from a dead end on."""
+        told: dict[int, list[int]] = {}
+        for at, number in enumerate(sampling):
+            row = self.rows[number]
+            if row.run and not row.is_told and not self._logprobs.tells(number):
+                dead_at = row.identity.dead_at if row.sequence == 0 and row.identity.dead_at > 0 else row.max_tokens
+                told[at] = row.run[: max(0, dead_at - row.num_tokens)]
+            row.is_told = True
+        told = {at: run for at, run in told.items() if run}
+        tokens = [token for run in told.values() for token in run]
+        return {
+            "forced_at": pack_u32(list(told)), "forced_counts": pack_u32([len(run) for run in told.values()]),
+            "forced_tokens": pack_u32(tokens),
+        }  # fmt: skip
 
     def _write_and_read(self, lengths: dict[int, int], step: int) -> None:
         """All rows write their new cells, then all read their whole context: as layers do, so that a step may share what it computes."""
@@ -296,10 +356,12 @@ class OracleWorker:
     def _sample(self, row: Row) -> tuple[int, int]:
         banned = row.stop_ids if row.num_tokens < row.min_tokens else frozenset()
         chain = int(row.chain[row.num_tokens - 1])
-        token = sample(chain, row.seed, row.sequence, banned)
+        token = row.run[0] if row.run else sample(chain, row.seed, row.sequence, banned)
         if row.broken:
             token = VOCABULARY - 1
         row.chain[row.num_tokens] = extend(chain, token)
+        if row.constrained:
+            self._follow(row, token, int(row.chain[row.num_tokens]))
         row.num_tokens += 1
         if not row.broken and row.sequence == 0 and row.num_tokens - 1 == row.identity.dead_at:
             return 0, FLAG_DEAD

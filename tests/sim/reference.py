@@ -31,6 +31,18 @@ def sample(chain: int, seed: int, sequence: int, banned: frozenset[int]) -> int:
     return token
 
 
+def forced_run(chain: int, stop_ids: frozenset[int]) -> list[int]:
+    """What a constraint that is in force leaves no choice about after a token was drawn, none of it a stop id. chain: value after it."""
+    word = (chain * 0xC2B2AE3D27D4EB4F + 0x165667B19E3779F9) & MASK
+    run: list[int] = []
+    for index in range((word >> 17) % 11 if (word >> 40) % 3 == 0 else 0):
+        token = (word >> (5 * index)) % VOCABULARY
+        if token in stop_ids:
+            break
+        run.append(token)
+    return run
+
+
 @dataclass(slots=True)
 class Stream:
     """The whole output one sequence must produce if nothing ends it early. `stopped`: its last token is a stop id."""
@@ -39,15 +51,22 @@ class Stream:
     stopped: bool = False
 
 
-def stream(prompt: list[int], seed: int, sequence: int, limit: int, minimum: int, stop_ids: frozenset[int]) -> Stream:
-    """Recompute everything from the prompt on: at most `limit` tokens, up to and including the first stop id after `minimum`."""
+def stream(
+    prompt: list[int], seed: int, sequence: int, limit: int, minimum: int, stop_ids: frozenset[int], constrained: bool = False
+) -> Stream:
+    """Recompute everything from the prompt on, one token after another: at most `limit`, up to and including the first stop id after
+    `minimum`. constrained: runs of them follow without a choice."""
     chain = EMPTY
     for token in prompt:
         chain = extend(chain, token)
     result = Stream()
+    run: list[int] = []
     while len(result.tokens) < limit and not result.stopped:
-        token = sample(chain, seed, sequence, stop_ids if len(result.tokens) < minimum else frozenset())
+        is_forced = bool(run)
+        token = run.pop(0) if is_forced else sample(chain, seed, sequence, stop_ids if len(result.tokens) < minimum else frozenset())
         result.tokens.append(token)
         result.stopped = token in stop_ids
         chain = extend(chain, token)
+        if constrained and not is_forced:
+            run = forced_run(chain, stop_ids)
     return result

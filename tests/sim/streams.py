@@ -62,7 +62,7 @@ class Streams:
         known = self._expected.get((plan.key, sequence))
         if known is None:
             limit = min(plan.max_output_tokens, self._max_model_len - len(plan.prompt))
-            known = stream(list(plan.prompt), plan.seed, sequence, limit, plan.min_output_tokens, plan.stop_ids)
+            known = stream(list(plan.prompt), plan.seed, sequence, limit, plan.min_output_tokens, plan.stop_ids, bool(plan.constraint))
             self._expected[plan.key, sequence] = known
         return known
 

@@ -47,8 +47,8 @@ def test_constraints_and_words_are_written_only_on_request(tmp_path: Path, with_
     recorder = Recorder(str(path), with_tokens=with_tokens)
     recorder.arrival(1, Submit(1, ids, sampling, StopRules(1), bytes(32)))
     admission = Admission(0, ids, 1, pack_u32([1]), 0, 2, 0, b"", sampling)
-    recorder.plan(2, StepPlan(1, 1, admissions=(admission,)))
-    recorder.result(3, StepResult(1, 1, 0, tokens=ids, flags=b"\0", prompt_top_ids=ids, top_ids=ids))
+    recorder.plan(2, StepPlan(1, 1, admissions=(admission,), forced_tokens=ids))
+    recorder.result(3, StepResult(1, 1, 0, tokens=ids, flags=b"\0", prompt_top_ids=ids, top_ids=ids, forced_tokens=ids))
     recorder.close()
     written = path.read_bytes()
     assert (b"secret" in written) == (ids in written) == with_tokens

@@ -158,3 +158,17 @@ class Driver:
             if not self.rows:
                 return
             self.plan()
+
+
+class Later:
+    """A download that is not ready until it is waited for, as a device's is not."""
+
+    def __init__(self, download):
+        self.download, self.waited = download, False
+
+    def ready(self):
+        return self.waited
+
+    def wait(self):
+        self.waited = True
+        return self.download.wait()

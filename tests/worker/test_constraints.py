@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLParserLimits
-from worker.plan_driver import Driver, Job
+from worker.plan_driver import Driver, Job, Later
 from worker.random_schemas import schema_text
 from worker.smollm2 import GGUF
 from worker.tiny_model import write_config
@@ -165,20 +165,6 @@ def test_whole_executor_with_plain_rows_beside(executor):
         assert job.flags[-1] == FLAG_STOP, job.output
         check_text(job.sampling.constraint, text_of(job.output))
     assert plain.output == alone.output
-
-
-class Later:
-    """A download that is not ready until it is waited for, as a device's is not."""
-
-    def __init__(self, download):
-        self.download, self.waited = download, False
-
-    def ready(self):
-        return self.waited
-
-    def wait(self):
-        self.waited = True
-        return self.download.wait()
 
 
 def test_plans_ahead_of_results_and_preemption_change_nothing(executor, monkeypatch):

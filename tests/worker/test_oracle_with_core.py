@@ -9,9 +9,10 @@ import pytest
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_wire.codec import pack_u32, view_u32, view_u64
+from pagecast_wire.constraints import constraint_digest
 from pagecast_wire.intake import KEY_BITS, Accepted, Submit
 from pagecast_wire.result import StepResult
-from pagecast_wire.sampling import SamplingParams, StopRules
+from pagecast_wire.sampling import Constraint, ConstraintFault, ConstraintKind, SamplingParams, StopRules
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.oracle import OracleExecutor, oracle_tokens
 from pagecast_worker.oracle_logprobs import oracle_logprobs
@@ -52,16 +53,21 @@ class Run:
 
     def submit(self, key: int, prompt: list[int], stop: StopRules, vocab_size: int) -> None:
         sampling = SamplingParams(
-            seed=key, num_logprobs=self.rng.choice((-1, -1, 0, 3)), num_prompt_logprobs=self.rng.choice((-1, -1, -1, 0, 2))
+            seed=key, num_logprobs=self.rng.choice((-1, -1, 0, 3)), num_prompt_logprobs=self.rng.choice((-1, -1, -1, 0, 2)),
+            constraint=self.rng.choice((None, Constraint(ConstraintKind.JSON_OBJECT))),
         )
         request = Submit(key=key, prompt=pack_u32(prompt), sampling=sampling, stop=stop, cache_namespace=bytes(32))
         self.submitted[key], self.told[key], self.prompt_told[key] = request, [], []
         assert isinstance(self.core.submit(request, 0), Accepted)
         stops = view_u32(stop.stop_token_ids).tolist()
-        self.expected[key] = oracle_tokens(prompt, stop.max_output_tokens, key, 0, vocab_size, stops, stop.min_output_tokens)
+        self.expected[key] = oracle_tokens(
+            prompt, stop.max_output_tokens, key, 0, vocab_size, stops, stop.min_output_tokens, sampling.constraint is not None
+        )
         self.received[key] = []
 
     def until_done(self) -> None:
+        for constraint in self.core.take_constraints():
+            self.core.constraint_prepared(constraint_digest(constraint), ConstraintFault.NONE, 500)
         in_flight: deque[StepResult] = deque()
         for now in range(1000, 20_000_000, 1000):
             plan = self.core.plan_step(now)
@@ -104,6 +110,7 @@ def test_the_core_s_plans_give_the_predicted_tokens(seed: int, max_steps_per_pla
     run = Run(seed, max_steps_per_plan)
     run.until_done()
     assert run.received == run.expected
+    assert run.core.state.totals.forced_tokens > 20
     for key, request in run.submitted.items():
         num, num_prompt = request.sampling.num_logprobs, request.sampling.num_prompt_logprobs
         output, prompt = run.received[key] if num >= 0 else [], view_u32(request.prompt).tolist()[1:] if num_prompt >= 0 else []

@@ -7,36 +7,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import numpy as np
 import pytest
 import torch
+from worker.graphs_here import MixedHere, ReplayedHere
 from worker.plan_driver import Driver, Job
 from worker.tiny_model import load_tiny
 
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
-from pagecast_worker.graphs import DecodeGraphs
-from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step
+from pagecast_worker.mixed_graphs import Size, empty_step, sizes_for, view_step
 
 NUM_BLOCKS = 60
 SIZES = [Size(8, 2, 3, 5), Size(16, 8, 3, 8), Size(24, 8, 3, 8), Size(56, 8, 3, 8)]
-
-
-class ReplayedHere(DecodeGraphs):
-    """Graphs without CUDA: a replay computes the padded bucket again, into the same row buffer."""
-
-    def _replay(self, size, shares):
-        return self._run(size, shares)
-
-
-class MixedHere(MixedGraphs):
-    """Mixed graphs without CUDA. used: sizes that were replayed."""
-
-    def __init__(self, compute, sizes, padding):
-        super().__init__(compute, sizes, padding, torch.device("cpu"))
-        self.ready = list(sizes)
-        self.used = []
-
-    def _run(self, size):
-        self.used.append(size)
-        return self._compute(view_step(size, self._buffer))
 
 
 @pytest.fixture(scope="module")

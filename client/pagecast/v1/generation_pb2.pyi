@@ -933,9 +933,11 @@ class OutputOptions(_message.Message):
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text. Absent: true."""
     parse_reasoning: _builtins.bool
-    """Deliver the model's reasoning apart from its answer. Absent: true for a chat with a model whose reasoning has a known form."""
+    """Deliver the model's reasoning apart from its answer; a constraint then holds from the end of the reasoning. Absent: true for a chat with
+    a model whose reasoning has a known form.
+    """
     parse_tool_calls: _builtins.bool
-    """Deliver tool calls apart from text. Absent: true if the chat has tools."""
+    """Deliver tool calls apart from text. Absent: true if the chat has tools and the output is not constrained."""
     raw_bytes: _builtins.bool
     """Deliver what the tokens stand for as bytes, whole characters or not; special tokens stand for none. FEATURE_DISABLED where the
     tokenizer has no bytes for single tokens. Absent: false.

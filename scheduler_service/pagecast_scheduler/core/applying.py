@@ -3,11 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from pagecast_scheduler.core import forced
 from pagecast_scheduler.core.logprobs import Logprobs, emit_logprobs, read_logprobs, tell_prompts, token_logprobs
 from pagecast_scheduler.core.outputs import Cohort
 from pagecast_scheduler.core.request import Sequence
 from pagecast_scheduler.core.rows import Index
-from pagecast_scheduler.core.state import Detached, InFlight, State
+from pagecast_scheduler.core.state import Detached, InFlight, ResultError, State
 from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import Phase
 from pagecast_wire.result import FLAG_BAD, FLAG_DEAD, FLAG_IDLE, FLAG_LARGE, FLAG_STOP, StepResult
@@ -17,10 +18,6 @@ Tokens = NDArray[np.uint32]
 Flags = NDArray[np.uint8]
 ONE = np.uint32(1)
 _NONE = np.zeros(0, np.int64)
-
-
-class ResultError(ValueError):
-    """A result whose columns do not have the shape that its plan asks for; a fault of the worker group."""
 
 
 def apply_result(s: State, result: StepResult, now: int) -> None:
@@ -40,6 +37,8 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
         tell_prompts(s, record, result)
     if record.entering:
         _first_tokens(s, record, now)
+    if record.jumps:
+        forced.land(s, record, result)
     plain = record.num_steps == 1 and not logprobs and result.flags == bytes(total)
     if plain and record.num_freed == s.rows.num_freed:
         _append(s, record.cohort, tokens)  # the steady state: nobody came, went or ended
@@ -48,8 +47,10 @@ def apply_result(s: State, result: StepResult, now: int) -> None:
         for k in range(record.num_steps):
             part = slice(k * width, (k + 1) * width)
             _apply_one(s, record, k, tokens[part], flags[part], {at - k * width: v for at, v in logprobs.items()}, now)
+    if result.forced_at:
+        forced.note(s, record, result)
     s.kv.applied(result.step)
-    s.estimates.applied(record.planned_at, record.num_steps, len(tokens) + record.num_prefill_tokens, now)
+    s.estimates.applied(record.planned_at, record.num_steps, len(tokens) + record.num_computed_tokens, now)
     if s.alone is not None:
         _clear_suspect(s, now)
 
@@ -184,8 +185,13 @@ def _apply_bad(s: State, record: InFlight, positions: Index, now: int) -> None:
 
 
 def _blocks_of(s: State, seq: Sequence) -> tuple[Index, Index]:
-    """(shared when it was admitted, its own) blocks of a sequence in a row or detached from one; nothing for any other."""
-    blocks = s.detached[seq.detached].blocks if seq.detached is not None else s.kv.table.row(seq.row) if seq.row >= 0 else _NONE
+    """(shared when it was admitted, its own) blocks of a sequence in a row or detached from one, those that it gave back before its last
+    results included; nothing for any other."""
+    if seq.detached is not None:
+        entry = s.detached[seq.detached]
+        blocks = entry.blocks if len(entry.blocks) else entry.given_back
+    else:
+        blocks = s.kv.table.row(seq.row) if seq.row >= 0 else _NONE
     split = seq.hit_tokens // s.config.block_size
     return blocks[:split], blocks[split:]
 

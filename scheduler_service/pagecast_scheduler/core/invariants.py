@@ -67,6 +67,10 @@ def _check_rows(s: State) -> None:
         _require(not steps or int(rows.capacity[row]) == held, f"row {row}: capacity is not that of its blocks")
         known = seq.num_tokens
         _require(bool((rows.tokens[row, :known] == seq.tokens[:known]).all()), f"row {row}: history changed")
+    for row, run in rows.forced.items():
+        said = rows.tokens[row, run.start : min(run.end, int(rows.num_tokens[row]))]
+        _require(rows.owners[row] is not None and run.start <= rows.num_tokens[row], f"row {row}: forced tokens of nobody")
+        _require(bool((said == run.tokens[: len(said)]).all()), f"row {row}: other tokens than the forced ones")
     pending = sum(int(rows.num_planned[row] - rows.num_tokens[row]) for row in active)
     _require(not pending or bool(s.in_flight), "tokens are planned, but nothing is in flight")
 

@@ -91,6 +91,11 @@ class Outputs:
         """A new token of one sequence."""
         self._of(slot).loose.append((key, sequence, offset, token))
 
+    def add_forced(self, slot: int, key: int, sequence: int, offset: int, tokens: Column) -> None:
+        """Tokens that one sequence takes in a step besides the one that it draws."""
+        self._of(slot).loose += [(key, sequence, offset + at, token) for at, token in enumerate(tokens.tolist())]
+        self.num_steps += 1  # as if drawn in a step before
+
     def add_finished(self, slot: int, finished: Finished) -> None:
         pending = self._of(slot)
         pending.finished.append(finished)

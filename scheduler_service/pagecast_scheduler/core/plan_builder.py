@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagecast_scheduler.core.request import Sequence
 from pagecast_scheduler.core.rows import EMPTY, Index
@@ -10,9 +11,20 @@ from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import Admission, StepPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Jump:
+    """A decoding row that takes forced tokens (u32) in a step. newest: the token before them, which the step feeds first."""
+
+    row: int
+    generation: int
+    newest: int
+    tokens: NDArray[np.uint32]
+
+
 @dataclass(slots=True)
 class PlanDraft:
-    """What the plan being made holds so far. stepping: rows that decode, ascending. stalled: decoding rows without a block for it."""
+    """What the plan being made holds so far. stepping: rows that decode, ascending, jumps included. stalled: decoding rows without a block
+    for it."""
 
     num_steps: int = 1
     stepping: Index = field(default_factory=lambda: EMPTY)
@@ -21,6 +33,7 @@ class PlanDraft:
     grown_blocks: list[Index] = field(default_factory=list)
     chunks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, start, length)
     num_prefill_tokens: int = 0
+    jumps: list[Jump] = field(default_factory=list)
     finishing: list[int] = field(default_factory=list)  # rows whose chunk reaches the end of their known tokens
     telling: list[int] = field(default_factory=list)  # rows whose chunk tells log-probabilities of the prompt
     admissions: list[Admission] = field(default_factory=list)
@@ -47,9 +60,15 @@ class PlanDraft:
             chunk_rows, chunk_starts, chunk_lengths = (pack_u32(column) for column in zip(*self.chunks, strict=True))
         if len(paused) or self.stalled:
             sitting_out = pack_u32(np.union1d(paused, np.array(self.stalled, np.int64)))
+        forced_rows = forced_counts = forced_tokens = b""
+        if self.jumps:
+            forced_rows = pack_u32([jump.row for jump in self.jumps])
+            forced_counts = pack_u32([1 + len(jump.tokens) for jump in self.jumps])
+            forced_tokens = b"".join(pack_u32([jump.newest]) + pack_u32(jump.tokens) for jump in self.jumps)
         return StepPlan(
             epoch, step, self.num_steps, pack_u32(released) if released else b"", tuple(self.admissions), _pack_parts(self.grown_rows),
-            _pack_parts(self.grown_blocks), chunk_rows, chunk_starts, chunk_lengths, sitting_out, table_checksum=checksum,
+            _pack_parts(self.grown_blocks), chunk_rows, chunk_starts, chunk_lengths, sitting_out, forced_rows=forced_rows,
+            forced_counts=forced_counts, forced_tokens=forced_tokens, table_checksum=checksum,
         )  # fmt: skip
 
 

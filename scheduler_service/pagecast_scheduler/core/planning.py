@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pagecast_scheduler.core import policy
+from pagecast_scheduler.core import forced, policy
 from pagecast_scheduler.core.outputs import Cohort
 from pagecast_scheduler.core.plan_builder import PlanDraft
 from pagecast_scheduler.core.prefilling import admit_waiting, plan_chunks
@@ -18,6 +18,8 @@ def make_plan(s: State, now: int) -> StepPlan | None:
     draft = PlanDraft()
     _plan_decodes(s, draft, now)
     budget = s.config.max_num_batched_tokens - len(draft.stepping)
+    if s.rows.forced:
+        budget = forced.plan_jumps(s, draft, budget)
     if s.rows.prefilling:
         budget = plan_chunks(s, draft, budget, now)
     is_open = s.rows.num_free or s.rows.num_paused
@@ -102,6 +104,8 @@ def _commit(s: State, draft: PlanDraft, now: int) -> StepPlan:
         rows.num_planned[stepping] += 1
     else:
         rows.advance()
+    if draft.jumps:
+        forced.commit(s, draft)
     plan = draft.build(s.epoch, s.step, s.released, rows.sitting_out() if rows.num_paused else stepping[:0], checksum)
     s.released = []
     for row in draft.finishing:
@@ -110,8 +114,9 @@ def _commit(s: State, draft: PlanDraft, now: int) -> StepPlan:
     cohort = s.cohort() if not draft.stalled else Cohort(rows, np.setdiff1d(s.rows.stepping_rows(), draft.stalled))
     entering = [(row, int(rows.generation[row])) for row in draft.finishing]
     telling = [(row, int(rows.generation[row])) for row in draft.telling]
+    num_computed = draft.num_prefill_tokens + sum(len(jump.tokens) for jump in draft.jumps)
     s.in_flight.append(
-        InFlight(s.step, draft.num_steps, cohort, rows.num_freed, now, entering, limits, draft.num_prefill_tokens, telling)
+        InFlight(s.step, draft.num_steps, cohort, rows.num_freed, now, entering, limits, num_computed, telling, draft.jumps)
     )  # fmt: skip
     _let_go(s)
     return plan

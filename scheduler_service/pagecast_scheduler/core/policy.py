@@ -6,6 +6,9 @@ MOST_AUTOMATIC_STEPS = 8
 AUTOMATIC_PLAN_US = 8000
 """How long a plan of several steps may take where the configuration leaves their number open."""
 
+FEWEST_JUMPED = 2
+"""Forced tokens that are worth a chunk of their own: a single one is drawn by a plain decode step, which costs the batch less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Running:

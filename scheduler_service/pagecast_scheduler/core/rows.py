@@ -5,6 +5,7 @@ from a row back to its sequence when something rare happens to it.
 """
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,18 @@ FAR = 1 << 40
 
 Index = NDArray[np.int64]
 EMPTY: Index = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForcedRun:
+    """Tokens (u32) that a row must go on with: tokens[i] stands at position start + i."""
+
+    start: int
+    tokens: NDArray[np.uint32]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
 
 
 class Rows:
@@ -48,6 +61,7 @@ class Rows:
         self.slot = column()
         self.tenant = column()
         self.owners: list[Sequence | None] = [None] * num_rows
+        self.forced: dict[int, ForcedRun] = {}  # rows whose next tokens are known
         self.prefilling: list[int] = []  # rows with prompt or history left to compute, oldest admission first
         self.num_active = 0
         self.num_paused = 0
@@ -105,6 +119,7 @@ class Rows:
         self.owners[row] = None
         if not self.decoding[row]:
             self.prefilling.remove(row)
+        self.forced.pop(row, None)
         self.num_paused -= int(self.paused[row])
         self.num_constrained -= seq.request.sampling.constraint is not None
         self.decoding[row] = self.paused[row] = False

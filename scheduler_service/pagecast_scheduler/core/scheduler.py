@@ -40,6 +40,7 @@ class SchedulerStats:
     num_recoveries: int
     output_tokens: int
     prompt_tokens: int
+    forced_tokens: int
 
 
 class Scheduler:
@@ -153,7 +154,7 @@ class Scheduler:
         return planning.make_plan(s, now)
 
     def apply_result(self, result: StepResult, now: int) -> None:
-        """Take in what a plan produced; results of another epoch and duplicates are ignored. Raises applying.ResultError."""
+        """Take in what a plan produced; results of another epoch and duplicates are ignored. Raises state.ResultError."""
         applying.apply_result(self.state, result, now)
 
     def fail_epoch(self, now: int, loss: recovery.Loss = recovery.Loss.CRASH) -> None:
@@ -224,7 +225,7 @@ class Scheduler:
             num_blocks=pool.num_blocks - 1, num_blocks_referenced=pool.num_referenced, num_blocks_cached=pool.num_cached,
             prefix_tokens_asked=totals.prefix_tokens_asked, prefix_tokens_hit=totals.prefix_tokens_hit,
             num_preemptions=totals.num_preemptions, num_recoveries=totals.num_recoveries, output_tokens=totals.output_tokens,
-            prompt_tokens=totals.prompt_tokens,
+            prompt_tokens=totals.prompt_tokens, forced_tokens=totals.forced_tokens,
         )  # fmt: skip
 
     def _end_if_complete(self, seq: Sequence, now: int) -> None:

@@ -14,13 +14,18 @@ from pagecast_scheduler.core.constraints import Constraints
 from pagecast_scheduler.core.estimates import Estimates
 from pagecast_scheduler.core.kv_manager import KvManager
 from pagecast_scheduler.core.outputs import Cohort, Outputs
+from pagecast_scheduler.core.plan_builder import Jump
 from pagecast_scheduler.core.queue import WaitingQueue
 from pagecast_scheduler.core.request import Request, Sequence, Status
-from pagecast_scheduler.core.rows import Index, Rows
+from pagecast_scheduler.core.rows import EMPTY, Index, Rows
 from pagecast_scheduler.core.tenants import Tenants
 from pagecast_scheduler.core.timers import Timers
 from pagecast_wire.intake import Finished, Phase, Progress, Usage
 from pagecast_wire.sampling import FinishReason
+
+
+class ResultError(ValueError):
+    """A result whose columns do not have the shape that its plan asks for; a fault of the worker group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +35,7 @@ class InFlight:
     cohort: rows that sample, ascending. num_freed: Rows.num_freed when it was made: while equal, every generation still holds.
     entering: rows that sample their first token since admission. limits: per sampling row how many of the num_steps it takes
     part in (None: all in all). telling: (row, generation) of rows whose chunk tells log-probabilities of the prompt.
+    jumps: rows that take forced tokens before the one that they sample. num_computed_tokens: prompt tokens and forced ones.
     """
 
     step: int
@@ -39,19 +45,21 @@ class InFlight:
     planned_at: int
     entering: list[tuple[int, int]]
     limits: Index | None = None
-    num_prefill_tokens: int = 0
+    num_computed_tokens: int = 0
     telling: list[tuple[int, int]] = field(default_factory=list)
+    jumps: list[Jump] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Detached:
     """A sequence whose last token is planned: its row is free, its blocks stay until its last results are in.
 
-    num_pending: results still to come. blocks: empty once memory ran short and they were freed early."""
+    num_pending: results still to come. blocks: empty once memory ran short and they were freed early; given_back: what they were then."""
 
     seq: Sequence
     num_pending: int
     blocks: Blocks
+    given_back: Blocks = field(default_factory=lambda: EMPTY)
 
 
 @dataclass(slots=True)
@@ -64,6 +72,7 @@ class Totals:
     num_recoveries: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
+    forced_tokens: int = 0  # of output_tokens, those that no step had to draw
 
 
 @dataclass(slots=True, eq=False)
@@ -183,7 +192,7 @@ class State:
             if len(entry.blocks):
                 self.kv.forget_provisional(entry.blocks)  # nobody could drop them later should their step go wrong
                 self.kv.pool.give_back(entry.blocks)
-                entry.blocks = entry.blocks[:0]
+                entry.given_back, entry.blocks = entry.blocks, entry.blocks[:0]
                 freed = True
         return freed
 

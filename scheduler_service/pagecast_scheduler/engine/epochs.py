@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from pagecast_scheduler.core import invariants
-from pagecast_scheduler.core.applying import ResultError
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.recovery import Loss
 from pagecast_scheduler.core.scheduler import Scheduler
+from pagecast_scheduler.core.state import ResultError
 from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.logs import logger
 from pagecast_scheduler.engine.recovery import SECOND, CrashLoopBrake, StepClock

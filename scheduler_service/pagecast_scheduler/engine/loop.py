@@ -304,7 +304,8 @@ class Engine:
             num_blocks_referenced=stats.num_blocks_referenced, num_blocks_cached=stats.num_blocks_cached,
             prefix_tokens_asked=stats.prefix_tokens_asked, prefix_tokens_hit=stats.prefix_tokens_hit,
             num_preemptions=stats.num_preemptions, num_recoveries=stats.num_recoveries,
-            output_tokens=stats.output_tokens, prompt_tokens=stats.prompt_tokens, device_us=self._epochs.device_us, load=load,
+            output_tokens=stats.output_tokens, prompt_tokens=stats.prompt_tokens, forced_tokens=stats.forced_tokens,
+            device_us=self._epochs.device_us, load=load,
             log_level=self._group.log_level,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ _TOTALS = {
     "num_recoveries": "Sequences carried over the loss of a worker group",
     "output_tokens": "Tokens sampled for requests",
     "prompt_tokens": "Prompt tokens of admitted requests",
+    "forced_tokens": "Tokens of outputs that a constraint left no choice about, computed without being drawn",
 }
 
 

@@ -79,7 +79,9 @@ class Recorder:
         """What a step produced, as it is passed on to the core."""
         if not self.with_tokens:
             untold = dict.fromkeys(("top_ids", "top_logprobs", "logprobs", "prompt_top_ids", "prompt_top_logprobs", "prompt_logprobs"), b"")
-            result = msgspec.structs.replace(result, tokens=count_of(result.tokens), **untold)
+            result = msgspec.structs.replace(
+                result, tokens=count_of(result.tokens), forced_tokens=_count_of_some(result.forced_tokens), **untold
+            )  # fmt: skip
         self._write(now, "result", encode(result))
 
     def close(self) -> None:
@@ -113,6 +115,11 @@ def count_of(column: bytes) -> bytes:
     return LENGTH.pack(len(column) // 4)
 
 
+def _count_of_some(column: bytes) -> bytes:
+    """The same for a column that most messages do not have."""
+    return count_of(column) if column else b""
+
+
 def without_prompt(submit: Submit) -> Submit:
     """The request with counts in place of its token ids."""
     return msgspec.structs.replace(
@@ -122,8 +129,9 @@ def without_prompt(submit: Submit) -> Submit:
 
 
 def without_token_ids(plan: StepPlan) -> StepPlan:
-    """The plan with counts in place of the token ids of its admissions."""
-    return msgspec.structs.replace(plan, admissions=tuple(_redact(admission) for admission in plan.admissions))
+    """The plan with counts in place of the token ids of its admissions and jumps."""
+    admissions = tuple(_redact(admission) for admission in plan.admissions)
+    return msgspec.structs.replace(plan, admissions=admissions, forced_tokens=_count_of_some(plan.forced_tokens))
 
 
 def _redact(admission: Admission) -> Admission:

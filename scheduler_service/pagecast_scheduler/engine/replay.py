@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from pagecast_scheduler.core.applying import ResultError
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.recovery import Loss
 from pagecast_scheduler.core.scheduler import Scheduler
-from pagecast_scheduler.engine.recorder import LENGTH, MAGIC
+from pagecast_scheduler.core.state import ResultError
+from pagecast_scheduler.engine.recorder import LENGTH, MAGIC, count_of
 from pagecast_wire.codec import WIRE_DIGEST, WireError, decode, view_u32
 from pagecast_wire.intake import Abort, Pause, StopAt, Submit
 from pagecast_wire.plan import StepPlan
@@ -188,7 +188,8 @@ def compare(recorded: StepPlan | None, made: StepPlan | None) -> Difference | No
     for name in StepPlan.__struct_fields__:
         before, after = getattr(recorded, name), getattr(made, name)
         if before != after:
-            return Difference(recorded.epoch, recorded.step, name, _show(before), _show(after))
+            ids = name == "forced_tokens"
+            return Difference(recorded.epoch, recorded.step, name, *(_show(count_of(v) if ids else v) for v in (before, after)))
     return None
 
 

@@ -20,6 +20,7 @@ from pagecast_scheduler.frontend.output_parts import (
     Text,
     reasoning_format_of,
 )
+from pagecast_wire.sampling import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +56,30 @@ def plan_answer(
     source = template.source if template is not None else ""
     tools = frozenset(tool.name for tool in spec.chat.tools) if is_chat else frozenset()
     choice = spec.chat.tool_choice.mode if is_chat else pb.TOOL_CHOICE_MODE_NONE
-    if choice == pb.TOOL_CHOICE_MODE_REQUIRED:
-        return AnswerPlan(FORCED, tools=tools)
     calls = reasoning = None
     offered = bool(tools) and choice != pb.TOOL_CHOICE_MODE_NONE
-    if wants_calls or (wants_calls is None and offered and not is_constrained):
+    if choice != pb.TOOL_CHOICE_MODE_REQUIRED and (wants_calls or (wants_calls is None and offered and not is_constrained)):
         calls = call_format_of(source)
         if calls is None and wants_calls:
             raise field_violation("spec.output.parse_tool_calls", "the form of this model's tool calls is not known")
-    if wants_reasoning or (wants_reasoning is None and is_chat and not is_constrained):
+    if choice == pb.TOOL_CHOICE_MODE_REQUIRED:
+        calls = FORCED
+    if wants_reasoning or (wants_reasoning is None and is_chat):
         reasoning = reasoning_format_of(source)
         if reasoning is None and wants_reasoning:
             raise field_violation("spec.output.parse_reasoning", "the form of this model's reasoning is not known")
     is_open = reasoning is not None and rendered.rstrip().endswith(reasoning.opening)
     return AnswerPlan(calls, reasoning, is_open, tools)
+
+
+def behind_reasoning(constraint: Constraint | None, answer: AnswerPlan, rendered: str) -> Constraint | None:
+    """The request's constraint, holding from the end of its reasoning where that is read. rendered: as in `plan_answer`.
+
+    A prompt that ends with a closed section, as templates write it when thinking is switched off, leaves none to come."""
+    form = answer.reasoning
+    if constraint is None or form is None or rendered.rstrip().endswith(form.closing):
+        return constraint
+    return Constraint(constraint.kind, constraint.text, "" if answer.reasoning_is_open else form.opening, form.closing)
 
 
 def call_id(request_id: str, sequence: int, index: int) -> str:

@@ -51,10 +51,10 @@ class ConstraintChecker:
 
     async def _ask(self, constraint: Constraint) -> str:
         child, is_new = self._started()
-        line = json.dumps([constraint.kind.name.lower(), constraint.text]).encode() + b"\n"
+        line = json.dumps([constraint.kind.name.lower(), constraint.text, constraint.opening, constraint.closing]).encode() + b"\n"
         try:
             if is_new:  # answered when everything is loaded
-                await asyncio.wait_for(asyncio.to_thread(_exchange, child, b'["json_object", ""]\n'), START_SECONDS)
+                await asyncio.wait_for(asyncio.to_thread(_exchange, child, b'["json_object", "", "", ""]\n'), START_SECONDS)
             answer = await asyncio.wait_for(asyncio.to_thread(_exchange, child, line), MAX_SECONDS)
         except asyncio.CancelledError:
             self._kill()  # its answer would be taken for the next one's

@@ -21,10 +21,10 @@ MAX_TEXT = 300
 """Characters of a compiler's message that are passed on; it speaks of the caller's own constraint."""
 
 
-def fault(kind: str, text: str, tokenizer: LLTokenizer) -> str:
+def fault(kind: str, text: str, opening: str, closing: str, tokenizer: LLTokenizer) -> str:
     """What is wrong with a constraint; "" if it compiles and its first token exists."""
     try:
-        grammar = grammar_of(Constraint(ConstraintKind[kind.upper()], text))
+        grammar = grammar_of(Constraint(ConstraintKind[kind.upper()], text, opening, closing))
         message = LLMatcher.validate_grammar(grammar, tokenizer, limits=limits())
         if message:
             return str(message)
@@ -52,8 +52,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin:
-        kind, text = json.loads(line)
-        print(json.dumps(plain(fault(kind, text, tokenizer))), flush=True)
+        print(json.dumps(plain(fault(*json.loads(line), tokenizer))), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import structlog
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc
 from pagecast_scheduler.frontend import call_context
-from pagecast_scheduler.frontend.answer_parser import AnswerPlan, plan_answer
+from pagecast_scheduler.frontend.answer_parser import AnswerPlan, behind_reasoning, plan_answer
 from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
 from pagecast_scheduler.frontend.constraints import constraint_of, constraint_path
 from pagecast_scheduler.frontend.delivery import check_delivery
@@ -226,13 +226,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """What needs the tokenizer or a compiler: bad words and the constraint, the prompt, and how the answer is read."""
         state = self._state
         sampling = self._with_bad_words(checked, limits)
-        constraint = await state.constraints.check(constraint_of(spec, limits), constraint_path(spec))
+        asked = constraint_of(spec, limits)
         if checked.want_raw_bytes and state.prompts.tokenizer.piece_bytes is None:
             raise Refusal(Reason.FEATURE_DISABLED, message="the model's tokenizer has no bytes for single tokens")
         prompt, rendered = await state.prompts.prompt_ids(spec, None if checked.truncate else limits)
         checked, prompt = truncated(checked, prompt, limits)
         template = state.prompts.tokenizer.chat_template
         answer = plan_answer(spec, checked.parse_reasoning, checked.parse_tool_calls, template, rendered)
+        constraint = await state.constraints.check(behind_reasoning(asked, answer, rendered), constraint_path(spec))
         if constraint is not None:
             sampling = msgspec.structs.replace(sampling, constraint=constraint)
         return checked if sampling is checked.sampling else msgspec.structs.replace(checked, sampling=sampling), prompt, answer
