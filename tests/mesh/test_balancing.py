@@ -19,6 +19,7 @@ from pagecast.cluster import hold_port
 from pagecast.errors import StartError
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc, runtime_pb2, runtime_pb2_grpc
+from pagecast_scheduler.frontend.config import FrontendConfig, shows_services
 from pagecast_wire.intake import EngineStatus, Rejected, RejectReason, ServingState, Submit
 
 
@@ -114,6 +115,14 @@ async def test_reflection_is_off_where_it_is_not_wanted() -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
         await runtime_pb2_grpc.RuntimeServiceStub(rig.channel).GetLoad(runtime_pb2.GetLoadRequest())
         await stop_rig(rig)
+
+
+@pytest.mark.parametrize(
+    ("host", "wish", "shown"),
+    [("127.0.0.1", None, True), ("::1", None, True), ("0.0.0.0", None, False), ("0.0.0.0", True, True), ("127.0.0.1", False, False)],
+)
+def test_reflection_is_for_this_machine_unless_it_is_asked_for(host: str, wish: bool | None, shown: bool) -> None:
+    assert shows_services(FrontendConfig("/run/x", host=host, reflection=wish)) is shown
 
 
 def test_an_address_that_processes_share_belongs_to_one_cluster() -> None:

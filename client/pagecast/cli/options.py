@@ -57,7 +57,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("publish", str, None, "file that gets the address once it is listened on", (GATEWAY,)),
     Option("gateway_socket", bool, False, "listen in the run directory as well, for an HTTP gateway of this host", (FRONTEND,)),
     Option("served_model_name", str, None, "name that clients use for the model (default: the model's own)", _FRONT),
-    Option("reflection", bool, True, "serve gRPC reflection (v1 and v1alpha)", _FRONT),
+    Option("reflection", bool, None, "serve gRPC reflection, v1 and v1alpha (default: where only this machine reaches the port)", _FRONT),
     Option("tls_cert", str, None, "PEM file of the server's certificate chain; taken over when it changes (default: plaintext)", _LISTEN),
     Option("tls_key", str, None, "PEM file of the certificate's private key", _LISTEN),
     Option("tls_client_ca", str, None, "PEM file of the authority whose certificates clients must show (default: none needed)", _FRONT),

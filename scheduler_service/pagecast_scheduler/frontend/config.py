@@ -16,7 +16,7 @@ class FrontendConfig:
     tls_cert, tls_key: PEM files of the server's chain and key; tls_client_ca: clients must show a certificate of it. auth_file:
     principals and hashed tokens. probe_port: health checks without credentials. admin_port: the operator's services over TCP, for
     callers with the admin role. frontend_metrics_port: loopback port of metrics, plus the front end's index. otlp_endpoint: URL of an
-    OpenTelemetry collector. max_connections: None takes what the file limit allows.
+    OpenTelemetry collector. max_connections: None takes what the file limit allows. reflection: None is for loopback addresses alone.
     """
 
     run_dir: str
@@ -28,7 +28,7 @@ class FrontendConfig:
     gateway_socket: bool = False
     index: int = 0
     reuse_port: bool = False
-    reflection: bool = True
+    reflection: bool | None = None
     insecure: bool = False
     tls_cert: str | None = None
     tls_key: str | None = None
@@ -59,6 +59,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def shows_services(config: FrontendConfig) -> bool:
+    """Whether the public listener tells strangers what there is to call."""
+    return is_loopback(config.host) if config.reflection is None else config.reflection
 
 
 def check(config: FrontendConfig) -> str | None:

@@ -24,6 +24,7 @@ from pagecast_scheduler.frontend.boundary import Boundary
 from pagecast_scheduler.frontend.compat import open_inference_pb2, open_inference_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
 from pagecast_scheduler.frontend.compat.open_inference import OpenInferenceServicer
 from pagecast_scheduler.frontend.compat.vllm_engine import VllmEngineServicer
+from pagecast_scheduler.frontend.config import shows_services
 from pagecast_scheduler.frontend.generation import GenerationServicer
 from pagecast_scheduler.frontend.health import HealthServicer
 from pagecast_scheduler.frontend.listeners import Listener
@@ -58,7 +59,7 @@ class Services:
     """One servicer for each service, however many listeners offer it."""
 
     def __init__(self, state: ServiceState, health: HealthServicer) -> None:
-        self._has_reflection = state.config.reflection
+        self._has_reflection = shows_services(state.config)
         self._max_message_bytes = state.config.max_message_bytes
         self._generation = GenerationServicer(state)
         self._tokenizer = TokenizerServicer(state)
