@@ -13,7 +13,14 @@ pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a 
 
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 3, 17, 40, 100)]
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=32, ignore_eos=True)
+PLAIN = SamplingParams(temperature=1.1, seed=12, max_tokens=32, ignore_eos=True)
+TOP_K = SamplingParams(temperature=0.9, top_k=40, seed=13, max_tokens=32, ignore_eos=True)
+TOP_P = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=32, ignore_eos=True)
+MIN_P = SamplingParams(temperature=0.9, min_p=0.05, seed=14, max_tokens=32, ignore_eos=True)
+KINDS = {
+    "greedy": GREEDY, "plain": PLAIN, "top-k": TOP_K, "top-p": TOP_P, "min-p": MIN_P, "side by side": [GREEDY, PLAIN, TOP_K, TOP_P, MIN_P],
+}
+"""The first two need each rank's best token only; the others filter, so their steps gather the logits of every row."""
 OPTIONS = {"dtype": "float32", "num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
@@ -26,13 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def tokens(folder: Path, **options: object) -> list[tuple[int, ...]]:
+def tokens(folder: Path, **options: object) -> dict[str, list[tuple[int, ...]]]:
+    """By kind of sampling."""
     with LLM(random_weights=str(folder), **OPTIONS | options) as llm:
-        return [output.outputs[0].token_ids for sampling in (GREEDY, SAMPLED) for output in llm.generate(PROMPTS, sampling)]
+        return {name: [output.outputs[0].token_ids for output in llm.generate(PROMPTS, kind)] for name, kind in KINDS.items()}
 
 
 @cache
-def alone(folder: Path) -> list[tuple[int, ...]]:
+def alone(folder: Path) -> dict[str, list[tuple[int, ...]]]:
     return tokens(folder, device="cuda:0")
 
 
