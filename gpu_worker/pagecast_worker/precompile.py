@@ -45,7 +45,7 @@ class Precompilation:
 
         properties = torch.cuda.get_device_properties(device)
         request = {
-            "shape": dataclasses.asdict(shape) | {"num_layers": shape.layers_of_every_kind()},
+            "shape": dataclasses.asdict(shape) | {"num_layers": _layers(shape, config.quantization)},
             "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
             "ranks": config.tensor_parallel_size,
@@ -80,6 +80,11 @@ class Precompilation:
         elif self._processes:
             self._done.touch()
             _log.info("kernels compiled ahead", processes=len(self._processes), seconds=round(time.monotonic() - self._began, 1))
+
+
+def _layers(shape: ModelConfig, method: str | None) -> int:
+    """How many of the first layers have one of every kind among them, the last one being another kind where it is not rounded."""
+    return min(shape.layers_of_every_kind() + (method == "fp8"), shape.num_layers)
 
 
 def start_precompilation(
@@ -149,11 +154,12 @@ def _variant(arg: Any, parameter: Any) -> object:
 
 def _quantize(model: "Decoder", request: dict[str, Any]) -> torch.dtype:
     """Puts quantized weights and scales of the cache where the worker will have them. Returns the cache's type."""
-    from pagecast_worker.loading.products import empty_weight, products_of
+    from pagecast_worker.loading.products import empty_weight, kept_plain, products_of
 
     scheme = None if request["scheme"] is None else msgspec.convert(request["scheme"], Scheme)
     if request["quantization"] is not None or scheme is not None:
-        for product in [product for layer in model.layers for product in products_of(layer)]:
+        kept = kept_plain(model.layers, request["quantization"])
+        for product in [product for layer in model.layers for product in products_of(layer) if id(product.layer) not in kept]:
             product.layer.weight = empty_weight(product, request["quantization"], scheme)
     if request["kv_cache_dtype"] != "fp8":
         return model.dtype

@@ -110,6 +110,9 @@ def test_weights_rounded_while_they_load(method, tmp_path):
     for layer, theirs in zip(executor.model.layers, model.model.layers, strict=True):
         pairs = ((layer.attention.output, theirs.self_attn.o_proj.weight), (layer.feed_forward.down, theirs.mlp.down_proj.weight))
         for own, weight in pairs:
+            if method == "fp8" and own is executor.model.layers[-1].feed_forward.down:
+                assert torch.equal(own.weight, weight)
+                continue
             kept = own.weight.weight if method == "fp8" else own.weight
             weight = weight.detach()
             assert 0.001 < float((kept - weight).norm() / weight.norm()) < (0.04 if method == "fp8" else 0.15)

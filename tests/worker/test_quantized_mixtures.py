@@ -44,9 +44,11 @@ def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def rounded_by_hand(executor, change):
-    """Every product's weight replaced by what `change` makes of a matrix of it, with the operators for that."""
+def rounded_by_hand(executor, change, but=frozenset()):
+    """Every product's weight replaced by what `change` makes of a matrix of it, with the operators for that. but: ids of layers left out."""
     for product in all_products(executor):
+        if id(product.layer) in but:
+            continue
         weight = product.layer.weight
         product.layer.weight = change(weight) if weight.dim() == 2 else stacked([change(own) for own in weight])
     executor.ops = SimpleNamespace(**{**vars(cpu_ops), **products_over(CpuQuantized(cpu_ops))})
@@ -136,14 +138,18 @@ def test_experts_and_latent_projections_rounded_while_they_load(method, family, 
     executor = executor_for(folder, quantization=method)
     assert executor.facts.num_parameters == sum(parameter.numel() for parameter in model.parameters()) + router_biases(executor)
     plain = executor_for(folder)
+    last = {id(product.layer) for product in products.products_of(plain.model.layers[-1].feed_forward)} if method == "fp8" else set()
     for product, exact in zip(all_products(executor), all_products(plain), strict=True):
+        if id(exact.layer) in last:
+            assert torch.equal(product.layer.weight, exact.layer.weight)
+            continue
         kept = product.layer.weight.weight if method == "fp8" else product.layer.weight
         error = float((kept - exact.layer.weight).norm() / exact.layer.weight.norm())
         assert 0.001 < error < (0.04 if method == "fp8" else 0.2)
     got, want = (Forward(one).chunk(PROMPT) for one in (executor, plain))
     assert apart(got, want) > 0.001
     meant = lambda weight: stored.rounded(weight, method, products.ONLINE_GROUP, "").dense(torch.float32)
-    by_hand = rounded_by_hand(plain, lambda weight: eight_bits(meant(weight)) if method == "fp8" else meant(weight))
+    by_hand = rounded_by_hand(plain, lambda weight: eight_bits(meant(weight)) if method == "fp8" else meant(weight), last)
     torch.testing.assert_close(got, Forward(by_hand).chunk(PROMPT), rtol=0, atol=1e-4)
 
 
@@ -158,7 +164,7 @@ def all_products(executor):
 ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 CASES = [
     ("Qwen3MoeForCausalLM", QWEN | {"num_hidden_layers": 1}, {"quantization": "int4"}, (PackedExperts, Packed)),
-    ("Qwen3MoeForCausalLM", QWEN | {"num_hidden_layers": 1}, {"quantization": "fp8"}, (ScaledExperts, Scaled)),
+    ("Qwen3MoeForCausalLM", QWEN, {"quantization": "fp8"}, (ScaledExperts, Scaled, torch.Tensor)),
     ("DeepseekV3ForCausalLM", DEEPSEEK | ONE_LAYER, {"quantization": "int4"}, (PackedExperts, Packed)),
 ]
 

@@ -62,6 +62,47 @@ def test_written_checkpoints_are_near_the_model(method, name, tmp_path):
     assert not (tmp_path / "out" / "quantize.json").exists()
 
 
+ONE = {"num_hidden_layers": 1}
+MIXTURES = {
+    "gptq": ("Qwen3MoeForCausalLM", ONE | {"mlp_only_layers": []}), "awq": ("MixtralForCausalLM", ONE),
+    "fp8": ("DeepseekV3ForCausalLM", ONE | {"first_k_dense_replace": 0, "head_dim": None}),
+    "rtn-int4": ("Qwen3MoeForCausalLM", ONE | {"mlp_only_layers": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", MIXTURES)
+def test_written_experts_are_near_the_model(method, tmp_path):
+    name, changes = MIXTURES[method]
+    source, _ = write_family(name, tmp_path / "plain", **SIZES | changes)
+    quantize(job(source, tmp_path / "out", method, () if method == "rtn-int4" else SEQUENCES[:2]), silent)
+    quantized, plain = executor_for(tmp_path / "out"), executor_for(source)
+    written = load_file(tmp_path / "out" / "model-00002-of-00002.safetensors")
+    marker = {"awq": ".qweight", "fp8": ".weight_scale"}.get(method, ".weight_packed")
+    assert any(".experts.3." in key and key.endswith(marker) for key in written)
+    for layer, exact in zip(quantized.model.layers, plain.model.layers, strict=True):
+        got, want = layer.feed_forward, exact.feed_forward
+        for down, gate_up, exact_down, exact_gate_up in zip(
+            _plain(got.down.weight), _plain(got.gate_up.weight), want.down.weight, want.gate_up.weight, strict=True
+        ):
+            # AWQ moves size from an expert's up rows to its down columns: their product is what stays.
+            ours, theirs = down @ gate_up.chunk(2)[1], exact_down @ exact_gate_up.chunk(2)[1]
+            assert 0.001 < float((ours - theirs).norm() / theirs.norm()) < 0.35
+        if method == "fp8":
+            pairs = [(getattr(layer.attention, part), getattr(exact.attention, part)) for part in ("down", "query", "output")]
+            assert all(0.001 < float((_plain(a.weight) - b.weight).norm() / b.weight.norm()) < 0.2 for a, b in pairs)
+            assert torch.allclose(layer.attention.up, exact.attention.up, rtol=0, atol=4e-3)  # in the file's own 16 bits
+    assert bool(Forward(quantized).chunk(PROMPT).isfinite().all())
+
+
+def test_without_calibration_the_last_feed_forward_block_stays_as_it_is(tmp_path):
+    source, _ = write_family("LlamaForCausalLM", tmp_path / "plain", **SIZES)
+    quantize(job(source, tmp_path / "out", "fp8"), silent)
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert [f"model.layers.1.mlp.{part}_proj" for part in ("down", "gate", "up")] == [one for one in ignored if "layers" in one]
+    first, last = (layer.feed_forward.down.weight for layer in executor_for(tmp_path / "out").model.layers)
+    assert isinstance(last, torch.Tensor) and not isinstance(first, torch.Tensor)
+
+
 def _plain(weight):
     return weight if isinstance(weight, torch.Tensor) else weight.weight
 

@@ -13,7 +13,7 @@ from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, ReportProgress
 from pagecast_worker.loading.checkpoint import Checkpoint, check_names
 from pagecast_worker.loading.gguf import GgufCheckpoint
-from pagecast_worker.loading.products import Quantizer, products_of
+from pagecast_worker.loading.products import Quantizer, kept_plain, products_of
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.loading.safetensors import SafetensorsCheckpoint
 from pagecast_worker.loading.stored import KV_SCALES, Stored, wanted_names
@@ -86,6 +86,8 @@ def load_model(
     if config.quantization is not None or checkpoint.scheme is not None:
         quantizer = Quantizer(config.quantization, checkpoint.scheme, device, dtype)
     model = Decoder(checkpoint.config, family.names, ranks, device, dtype, longest, quantized=quantizer is not None)
+    if quantizer is not None:
+        quantizer.kept = kept_plain(model.layers, config.quantization)
     sources = list(model.sources())
     names = set() if isinstance(checkpoint, RandomWeights) else set(checkpoint.names())
     if not isinstance(checkpoint, RandomWeights):

@@ -55,6 +55,13 @@ def products_of(block: Any) -> Iterator[Product]:
             yield from products_of(getattr(block, field.name))
 
 
+def kept_plain(layers: list[Any], method: str | None) -> set[int]:
+    """ids of the products' layers that stay as they are where weights are rounded to e4m3 without calibration: the last feed-forward
+    block's. Its errors go straight into the logits; in the model of docs/quantization.md it alone costs half of what all products do.
+    """
+    return {id(product.layer) for product in products_of(layers[-1].feed_forward)} if method == "fp8" else set()
+
+
 def for_kernels(device: torch.device) -> bool:
     """Whether weights are kept as kernels take them; a CPU multiplies with what they mean."""
     return device.type == "cuda"
@@ -63,7 +70,8 @@ def for_kernels(device: torch.device) -> bool:
 class Quantizer:
     """Turns the parts that a product's sources give into its weight. method: of `--quantization`; scheme: the checkpoint's own.
 
-    dtype: the model's, in which weights are kept that stay plain. Raises LoadError for what cannot work together.
+    dtype: the model's, in which weights are kept that stay plain. kept: ids of products' layers that are not rounded. Raises LoadError for
+    what cannot work together.
     """
 
     def __init__(self, method: str | None, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -72,6 +80,7 @@ class Quantizer:
         if device.type == "cuda" and dtype == torch.float32:
             raise LoadError("dtype must be bfloat16 or float16 for quantized weights on a GPU, got float32")
         self.method, self.scheme, self.device, self.dtype = method, scheme, device, dtype
+        self.kept: set[int] = set()
         self._parts: dict[tuple[int, int | None], list[Stored | Tensor]] = {}
         self._experts: dict[int, list[Stored | Tensor]] = {}
 
@@ -97,7 +106,8 @@ class Quantizer:
         parts.append(part)
         if sum((p.values if isinstance(p, Stored) else p).shape[0] for p in parts) < shape[-2]:
             return
-        whole = self._whole(self._parts.pop(key), source.name.removesuffix(".weight"))
+        method = None if id(product.layer) in self.kept else self.method
+        whole = self._whole(self._parts.pop(key), method, source.name.removesuffix(".weight"))
         if not isinstance(product.layer, Grouped):
             product.layer.weight = whole if isinstance(whole, Tensor) else self._made(whole, product.gated)
             return
@@ -106,14 +116,14 @@ class Quantizer:
         if len(experts) == shape[0]:
             product.layer.weight = self._of_experts(self._experts.pop(id(product.layer)), product.gated)
 
-    def _whole(self, parts: list[Stored | Tensor], name: str) -> Stored | Tensor:
+    def _whole(self, parts: list[Stored | Tensor], method: str | None, name: str) -> Stored | Tensor:
         """All rows, rounded now if they have to be; plain where the parts are not alike."""
         whole: Stored | None = None
         if all(isinstance(part, Stored) for part in parts):
             whole = stored.joined([part for part in parts if isinstance(part, Stored)])
-        elif self.method is not None and all(isinstance(part, Tensor) for part in parts):
+        elif method is not None and all(isinstance(part, Tensor) for part in parts):
             dense = torch.cat([part.to(self.device) for part in parts if isinstance(part, Tensor)])
-            whole = stored.rounded(dense, self.method, ONLINE_GROUP, name)
+            whole = stored.rounded(dense, method, ONLINE_GROUP, name)
         return torch.cat([self._dense(part) for part in parts]) if whole is None else whole
 
     def _dense(self, part: Stored | Tensor) -> Tensor:

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagecast_kernels.plain_experts import expert_product
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.models.decoder import Decoder, Layer
 
+Weight = tuple[Tensor, int | None]
+"""A parameter, and the expert of it that is meant."""
 _BLOCK_SIZE = 16
 _TOKENS_AT_ONCE = 4096
 
@@ -61,24 +65,33 @@ class Calibration:
         self._batches = [_Batch(model, ops, sequences[start : start + share]) for start in range(0, len(sequences), share)]
 
     @torch.inference_mode()
-    def inputs(self, layer: Layer, weights: list[Tensor]) -> list[Inputs]:
-        """What the layer's products with these weights are given, with the layer as it is."""
-        found = {id(w): Inputs(torch.zeros((w.shape[1],) * 2, device=w.device), torch.zeros(w.shape[1], device=w.device)) for w in weights}
+    def inputs(self, layer: Layer, weights: list[Weight]) -> list[Inputs]:
+        """What the layer's products with these weights are given, with the layer as it is. Experts are given their own tokens only."""
+        found: dict[tuple[int, int | None], Inputs] = {}
+        for weight, expert in weights:
+            size, device = weight.shape[-1], weight.device
+            found[id(weight), expert] = Inputs(torch.zeros((size, size), device=device), torch.zeros(size, device=device))
 
         def watched(name: str) -> Any:
             plain = getattr(self._ops, name)
 
             def operator(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
-                if id(weight) in found:
-                    found[id(weight)].add(x)
+                if (id(weight), None) in found:
+                    found[id(weight), None].add(x)
                 return plain(x, weight, *rest, **named)  # type: ignore[no-any-return]
 
             return operator
 
+        def product(x: Tensor, weight: Tensor, expert: int) -> Tensor:
+            if (id(weight), expert) in found:
+                found[id(weight), expert].add(x)
+            return expert_product(x, weight, expert)
+
         watch = SimpleNamespace(**vars(self._ops) | {name: watched(name) for name in ("linear", "linear_silu_mul", "linear_gelu_mul")})
+        watch.mixture = partial(self._ops.mixture, product=product)
         for batch in self._batches:
             self._pass(watch, layer, batch)
-        return [found[id(weight)] for weight in weights]
+        return [found[id(weight), expert] for weight, expert in weights]
 
     @torch.inference_mode()
     def advance(self, layer: Layer) -> None:

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
-from pagecast_worker.layers.experts import Experts
 from pagecast_worker.loading.checkpoint import Checkpoint
 from pagecast_worker.loading.load import load_model, open_checkpoint
-from pagecast_worker.loading.products import products_of
+from pagecast_worker.loading.products import kept_plain, products_of
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.loading.stored import Stored, is_quantized, read, rounded
 from pagecast_worker.models.decoder import Decoder, Layer
@@ -22,11 +21,13 @@ from pagecast_worker.models.registry import architecture
 from pagecast_worker.models.weights import Piece, Source
 from pagecast_worker.parallel import Ranks
 from pagecast_worker.quantizing import formats, rounding
-from pagecast_worker.quantizing.calibration import Calibration, Inputs
+from pagecast_worker.quantizing.calibration import Calibration, Inputs, Weight
 from pagecast_worker.quantizing.folder import OutFolder, Shard, config_of
 
 CALIBRATED = ("awq", "gptq")
 """Methods that need calibration tokens; fp8 uses them where there are any."""
+FEWEST_TOKENS = 16
+"""Of calibration, that a weight must have met for errors to be weighed by them."""
 Report = Callable[[int, int, str], None]
 
 
@@ -58,8 +59,6 @@ def quantize(job: Job, report: Report) -> None:
     assert not isinstance(checkpoint, RandomWeights)
     if checkpoint.scheme is not None:
         raise LoadError(f"{job.model}: is quantized already ({checkpoint.scheme.name})")
-    if job.calibrated and checkpoint.config.latent is not None:
-        raise LoadError(f"{job.model}: a model with latent attention can be rounded (rtn-int4, fp8), but not be calibrated")
     dtype = torch.float32 if job.device.type == "cpu" else torch.bfloat16
     if job.calibrated:
         model = load_model(config, checkpoint, Ranks(), job.device, dtype, lambda progress: report(0, 1, "reading the model")).model
@@ -117,20 +116,19 @@ class _Run:
                 self._take(done, sources)
                 calibration.advance(layer)
 
-    def _weights(self, layer: Layer, sources: list[Source]) -> dict[str, Tensor]:
+    def _weights(self, layer: Layer, sources: list[Source]) -> dict[str, Weight]:
         """The checkpoint's names of a layer's weights to quantize, and the parameter that each of them fills a part of."""
-        blocks = [product.layer.weight for product in products_of(layer)]
+        kept = kept_plain(self._model.layers, None if self._job.calibrated else self._job.method)
+        blocks = [product.layer.weight for product in products_of(layer) if id(product.layer) not in kept]
         wanted = {id(weight): weight for weight in blocks if isinstance(weight, Tensor)}
-        found = {s.name: wanted[id(s.parameter)] for s in sources if id(s.parameter) in wanted and len(s.shape) == 2}
-        if isinstance(layer.feed_forward, Experts) and not self._job.calibrated:
-            found |= {s.name: s.parameter for s in sources if ".experts." in s.name and len(s.shape) == 2}
-        for name, weight in found.items():
-            rows = next(s.shape[0] for s in sources if s.name == name)
-            formats.check_shape(self._job.method, self._job.group, name, rows, weight.shape[1])
+        found = {s.name: (wanted[id(s.parameter)], s.expert) for s in sources if id(s.parameter) in wanted and len(s.shape) == 2}
+        for source in sources:
+            if source.name in found:
+                formats.check_shape(self._job.method, self._job.group, source.name, *source.shape)
         return found
 
     def _make(
-        self, layer: Layer, sources: list[Source], weights: dict[str, Tensor], calibration: Calibration | None
+        self, layer: Layer, sources: list[Source], weights: dict[str, Weight], calibration: Calibration | None
     ) -> tuple[dict[str, Stored], dict[str, Tensor]]:
         """The layer's quantized weights, and its other tensors, by the checkpoint's names."""
         job, device = self._job, self._job.device
@@ -138,16 +136,22 @@ class _Run:
         if calibration is None:
             make = self._nearest if job.method == "rtn-int4" else self._eight_bits
             return {name: make(whole.pop(name), name) for name in weights}, whole
-        kinds = {id(weight): weight for weight in weights.values()}
+        kinds = {(id(weight), expert): (weight, expert) for weight, expert in weights.values()}
         inputs = dict(zip(kinds, calibration.inputs(layer, list(kinds.values())), strict=True))
-        given = {name: inputs[id(weight)] for name, weight in weights.items()}
+        given = {name: inputs[id(weight), expert] for name, (weight, expert) in weights.items()}
         if job.method == "awq":
             self._scale(layer, whole, given)
             return {name: rounding.asymmetric(whole.pop(name).float(), job.group, name) for name in weights}, whole
-        if job.method == "fp8":
-            return {name: rounding.gptq_fp8(whole.pop(name), given[name].hessian, name) for name in weights}, whole
-        made = {name: rounding.gptq(whole.pop(name), given[name].hessian, job.group, self._dtype, name) for name in weights}
-        return made, whole
+        return {name: self._calibrated(whole.pop(name), given[name], name) for name in weights}, whole
+
+    def _calibrated(self, weight: Tensor, given: Inputs, name: str) -> Stored:
+        """By GPTQ; an expert that was hardly ever chosen is rounded to the nearest."""
+        eight = self._job.method == "fp8"
+        if given.tokens < FEWEST_TOKENS:
+            return self._eight_bits(weight, name) if eight else self._nearest(weight, name)
+        if eight:
+            return rounding.gptq_fp8(weight, given.hessian, name)
+        return rounding.gptq(weight, given.hessian, self._job.group, self._dtype, name)
 
     def _nearest(self, weight: Tensor, name: str) -> Stored:
         return rounding.nearest(weight, self._job.group, self._dtype, name)
@@ -163,22 +167,26 @@ class _Run:
             raise LoadError(f"to must be gptq, rtn-int4 or fp8 for {config.architecture}, whose projections are fused, got awq")
         name = lambda part: prefix + str(names[part])
         pairs = [("attention_norm", ("q", "k", "v")), ("feed_forward_norm", ("gate", "up")), ("up", ("down",))]
+        pairs += [("shared_up", ("shared_down",))] if "shared_up" in names else []
         if config.num_heads == config.num_kv_heads:
             pairs.append(("v", ("o",)))
-        for before, after in pairs:
-            if any(name(part) not in given for part in after):
+        every = [(name(before), [name(part) for part in after]) for before, after in pairs if {before, *after} <= set(names)]
+        for expert in range(config.experts.count if config.experts is not None else 0):
+            every.append((name("expert_up").format(e=expert), [name("expert_down").format(e=expert)]))
+        for maker, users in every:
+            if any(user not in given for user in users) or not given[users[0]].tokens:
                 continue
-            inputs = given[name(after[0])]
-            mean = inputs.magnitude / max(inputs.tokens, 1)
-            scales = rounding.awq_scales([whole[name(part)].float() for part in after], inputs.hessian, mean, self._job.group)
-            for part in after:
-                whole[name(part)] = whole[name(part)].float() * scales
-            maker = whole[name(before)].float()
-            if before.endswith("norm"):
-                whole[name(before)] = (maker + config.norm_offset) / scales - config.norm_offset
+            inputs = given[users[0]]
+            mean = inputs.magnitude / inputs.tokens
+            scales = rounding.awq_scales([whole[user].float() for user in users], inputs.hessian, mean, self._job.group)
+            for user in users:
+                whole[user] = whole[user].float() * scales
+            before = whole[maker].float()
+            if before.dim() == 1:
+                whole[maker] = (before + config.norm_offset) / scales - config.norm_offset
                 continue
-            whole[name(before)] = maker / scales.unsqueeze(1)
-            if before == "v" and name("v_bias") in whole:
+            whole[maker] = before / scales.unsqueeze(1)
+            if maker == name("v") and name("v_bias") in whole:
                 whole[name("v_bias")] = whole[name("v_bias")].float() / scales
 
     def _take(self, shard: Shard, sources: list[Source]) -> None:
