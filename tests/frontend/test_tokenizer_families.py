@@ -1,6 +1,8 @@
 """Tokenizers of every family's kind, small ones trained here: any text comes back exactly, from a .gguf file and from a folder."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,77 @@ def test_a_folder_of_pieces_gives_any_text_back(tmp_path: Path, prefix: bool, na
     ours = load_tokenizer(str(tmp_path / "model"))
     ids = ours.encode(TEXTS[name])
     assert ours.decode(ids) == TEXTS[name]
+
+
+def write_pieces(writer: gguf.GGUFWriter, folder: Path, prefix: bool, least: int = 0) -> None:
+    """What a file says of that folder's tokenizer: pieces, and scores in place of merges. least: tokens there have to be."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].get)
+    scores = {"".join(merge): -float(place) for place, merge in reversed(list(enumerate(model["merges"])))}
+    unused = [f"<unused{place}>" for place in range(len(pieces), least)]
+    kinds = [2 if place == 0 else 3 if place < 3 else 6 if piece.startswith("<0x") else 1 for place, piece in enumerate(pieces)]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces + unused)
+    writer.add_token_scores([scores.get(piece, -1e6) for piece in pieces] + [-1e6] * len(unused))
+    writer.add_token_types(kinds + [5] * len(unused))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    if not prefix:
+        writer.add_add_space_prefix(False)
+    writer.add_chat_template("{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}")
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["Llama 2, Mistral", "Gemma"])
+def of_pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, bool]:
+    """The tokenizer of a .gguf file, and that of the folder it was written from."""
+    folder, file = tmp_path_factory.mktemp("pieces"), tmp_path_factory.mktemp("gguf") / "model.gguf"
+    sentencepiece_like(folder, request.param)
+    writer = gguf.GGUFWriter(file, "llama")
+    write_pieces(writer, folder, request.param)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return load_tokenizer(str(file)), load_tokenizer(str(folder)), request.param
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_file_of_pieces_splits_and_joins_as_its_folder_does(of_pieces: tuple[Any, Any, bool], name: str) -> None:
+    from_file, from_folder, _ = of_pieces
+    ids = from_file.encode(TEXTS[name], add_special_tokens=False)
+    assert ids == from_folder.encode(TEXTS[name], add_special_tokens=False)
+    assert from_file.decode(ids) == TEXTS[name] and from_file.piece_bytes == from_folder.piece_bytes
+    assert from_file.encode(TEXTS[name]) == [1, *ids]  # llama.cpp's default for this kind
+    assert from_file.encode(f"</s>{TEXTS[name]}", add_special_tokens=False)[0] == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back_from_pieces(of_pieces: tuple[Any, Any, bool], text: str) -> None:
+    from_file, from_folder, _ = of_pieces
+    ids = from_file.encode(text, add_special_tokens=False)
+    assert ids == from_folder.encode(text, add_special_tokens=False)
+    if "\u2581" not in text and not any(token in text for token in ("<unk>", "<s>", "</s>")):
+        assert from_file.decode(ids) == text
+
+
+def test_a_file_of_pieces_brings_its_template_and_needs_no_torch(of_pieces: tuple[Any, Any, bool], tmp_path: Path) -> None:
+    from_file, _, prefix = of_pieces
+    assert from_file.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert "[{{ m.role }}]" in from_file.template_source and from_file.chat_template is not None
+    sentencepiece_like(tmp_path / "folder", prefix)
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    write_pieces(writer, tmp_path / "folder", prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    code = (
+        f"import sys; from pagecast_scheduler.frontend.tokenizer import load_tokenizer; print(load_tokenizer({str(file)!r}).encode('a b'));"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("pre", sorted(BYTE_LEVEL_SPLITS))

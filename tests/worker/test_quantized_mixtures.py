@@ -45,7 +45,7 @@ def apart(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def rounded_by_hand(executor, change, but=frozenset()):
-    """Every product's weight replaced by what `change` makes of a matrix of it, with the operators for that. but: ids of layers left out."""
+    """Every product's weight replaced by what `change` makes of a matrix of it, and operators for that. but: ids of layers left out."""
     for product in all_products(executor):
         if id(product.layer) in but:
             continue

@@ -1,7 +1,7 @@
 """Text to token ids and back, with the model's own tokenizer.
 
 Three sources: a Hugging Face folder (through transformers), a .gguf file (its tokenizer is rebuilt from the metadata, without
-loading transformers or a tensor, where its kind is the common byte-level BPE; transformers does the rest), and `ByteTokenizer` for
+loading transformers or a tensor, where its kind is byte-level BPE or SentencePiece's; transformers does the rest), and `ByteTokenizer` for
 engines without a model. `token_bytes` says what each
 id is in bytes, which makes incremental decoding exact and cheap.
 """
@@ -18,8 +18,9 @@ from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import read_metadata
+from pagecast_scheduler.frontend.gguf_pieces import pieces_backend
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
-from pagecast_scheduler.frontend.token_pieces import pieces_of
+from pagecast_scheduler.frontend.token_pieces import SPACE, pieces_of
 
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
@@ -196,15 +197,32 @@ def _gguf_byte_level(metadata: dict[str, Any], split: Split) -> Backend:
     backend.pre_tokenizer = _pre_tokenizer(split)
     backend.decoder = decoders.ByteLevel()
     special = [t for t, kind in zip(tokens, kinds) if kind == CONTROL and all(c in alphabet for c in t)]
-    special += [tokens[i] for i in _special_ids(metadata).values() if tokens[i] not in special]
+    whole = [t for t, kind in zip(tokens, kinds) if kind == USER_DEFINED and t in vocab]
+    return _with_special(backend, metadata, special, whole, split.bos)
+
+
+def _gguf_pieces(metadata: dict[str, Any]) -> Backend:
+    """SentencePiece's from GGUF metadata. Pieces that stand for spaces are found by merging, as text is changed before it is split."""
+    backend, tokens = pieces_backend(metadata), metadata["tokenizer.ggml.tokens"]
+    kinds = metadata["tokenizer.ggml.token_type"]
+    special = [t for t, kind in zip(tokens, kinds) if kind == CONTROL]
+    whole = [t for t, kind in zip(tokens, kinds) if kind == USER_DEFINED and SPACE not in t]
+    return _with_special(backend, metadata, special, whole, True)
+
+
+def _with_special(backend: Backend, metadata: dict[str, Any], special: list[str], whole: list[str], bos: bool) -> Backend:
+    """special, whole: tokens that are matched in text before anything else; bos: whether one is added where the file says nothing."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = special + [tokens[i] for i in _special_ids(metadata).values() if tokens[i] not in special]
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
-    backend.add_tokens([AddedToken(t, normalized=False) for t, kind in zip(tokens, kinds) if kind == USER_DEFINED and t in vocab])
-    first = _special_ids(metadata).get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", split.bos) else None
+    backend.add_tokens([AddedToken(t, normalized=False) for t in whole])
+    first = _special_ids(metadata).get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", bos) else None
     last = _special_ids(metadata).get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
     if first is not None or last is not None:
         around = [tokens[i] for i in (first, last) if i is not None]
         single = [*([tokens[first]] if first is not None else []), "$A", *([tokens[last]] if last is not None else [])]
-        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(t, vocab[t]) for t in around])
+        ids = [(t, tokens.index(t)) for t in around]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     return backend
 
 
@@ -225,12 +243,16 @@ def _special_ids(metadata: dict[str, Any]) -> dict[str, int]:
 def load_gguf(path: Path) -> ModelTokenizer:
     """The tokenizer in a .gguf file. Raises GgufError, OSError, or what transformers raises for kinds it does not know."""
     metadata = read_metadata(path)
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or pre not in BYTE_LEVEL_SPLITS:
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    if kind == "llama":
+        backend = _gguf_pieces(metadata)
+    elif kind == "gpt2" and pre in BYTE_LEVEL_SPLITS:
+        backend = _gguf_byte_level(metadata, BYTE_LEVEL_SPLITS[pre])
+    else:
         return _from_transformers(path.parent, path.name, SamplingDefaults())
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {name: tokens[token_id] for name, token_id in _special_ids(metadata).items()}
-    return ModelTokenizer(_gguf_byte_level(metadata, BYTE_LEVEL_SPLITS[pre]), special, metadata.get("tokenizer.chat_template"))
+    return ModelTokenizer(backend, special, metadata.get("tokenizer.chat_template"))
 
 
 def _from_transformers(folder: Path, gguf_file: str | None, defaults: SamplingDefaults) -> ModelTokenizer:
