@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from frontend.piece_files import sentencepiece_like, write_pieces
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from worker.family_model import write_family
+from worker.gguf_model import write
 
 from pagecast import LLM, Client, SamplingParams
+from pagecast_scheduler.frontend.tokenizer import load_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TEXTS = ["a", "The capital of France is", "好" * 20]
@@ -17,8 +21,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: place + 3 for place, letter in enumerate(alphabet)} | {"<s>": 1, "</s>": 2}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -45,3 +47,25 @@ def test_greedy_tokens_through_the_whole_chain(tmp_path: Path, name: str, ranks:
             tokens = output.outputs[0].token_ids
             assert len(tokens) == GREEDY.max_tokens and behind(model, tuple(prompt), tuple(tokens)) < TIE
         assert client.models()[0].architecture == name
+
+
+def test_a_gguf_file_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    """Text in, chats in, text out, and output held to a grammar, all by the file's own pieces."""
+    pieces = tmp_path / "pieces"
+    sentencepiece_like(pieces, True, size=500)
+    file = write(tmp_path / "tiny.gguf", tokenizer=lambda writer: write_pieces(writer, pieces, True, least=512))
+    trained, own = Tokenizer.from_file(str(pieces / "tokenizer.json")), load_tokenizer(str(file))
+    plain = lambda text: trained.encode(text, add_special_tokens=False).ids
+    with LLM(str(file), dtype="float32", num_blocks=24, max_num_seqs=4, max_model_len=128) as llm, Client(llm.target) as client:
+        for text in [*TEXTS, "  two spaces first"]:
+            assert list(client.tokenize(text)) == [1, *plain(text)]
+            assert client.detokenize(plain(text)) == text
+        for output in llm.generate(TEXTS, GREEDY):
+            tokens = output.outputs[0].token_ids
+            assert len(tokens) == GREEDY.max_tokens
+            assert output.outputs[0].text == own.decode(list(tokens))
+        chat = llm.chat([{"role": "user", "content": "Hi there"}], GREEDY)[0].outputs[0].token_ids
+        rendered = [*plain("[user] Hi there"), 2]
+        assert chat in [llm.generate([ids], GREEDY)[0].outputs[0].token_ids for ids in (rendered, [1, *rendered])]
+        choice = SamplingParams(temperature=1.0, max_tokens=16, choices=["good day", "你好"])
+        assert llm.generate("a", choice)[0].outputs[0].text in ("good day", "你好")

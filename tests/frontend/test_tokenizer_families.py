@@ -8,14 +8,15 @@ from typing import Any
 
 import gguf
 import pytest
+from frontend.piece_files import CORPUS, sentencepiece_like, write_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from pagecast.cli.sample_texts import CHINESE, CODE, ENGLISH
+from pagecast.cli.sample_texts import CHINESE, CODE
+from pagecast_scheduler.frontend.detokenizer import text_decoder
 from pagecast_scheduler.frontend.tokenizer import BYTE_LEVEL_SPLITS, load_tokenizer
 
-CORPUS = [CHINESE, ENGLISH, CODE, "吾輩は猫である。名前はまだ無い。", "12345 67 890 1,000,000"] * 3
 TEXTS = {
     "Chinese": CHINESE,
     "Japanese": "吾輩は猫である。名前はまだ無い。ﾊﾝｶｸ カタカナ、漢字とひらがな。",
@@ -95,26 +96,6 @@ def test_any_text_comes_back(from_file: tuple[Any, Tokenizer, str], text: str) -
         assert ours.decode(ids) == text
 
 
-def sentencepiece_like(folder: Path, prefix: bool) -> None:
-    """A BPE over characters with bytes to fall back on, as Llama 2 and Mistral (prefix) and Gemma (none) have it."""
-    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    steps = [normalizers.Prepend("▁")] if prefix else []
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    joins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()] + ([decoders.Strip(" ", 1, 0)] if prefix else [])
-    made.decoder = decoders.Sequence(joins)
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=900, special_tokens=pieces, show_progress=False))
-    text = json.loads(made.to_str())
-    text["added_tokens"] = [token for token in text["added_tokens"] if token["id"] < 3]
-    made = Tokenizer.from_str(json.dumps(text))
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in pieces[:3]])
-    folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-
-
 @pytest.mark.parametrize("prefix", [True, False], ids=["Llama 2, Mistral", "Gemma"])
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_folder_of_pieces_gives_any_text_back(tmp_path: Path, prefix: bool, name: str) -> None:
@@ -122,25 +103,6 @@ def test_a_folder_of_pieces_gives_any_text_back(tmp_path: Path, prefix: bool, na
     ours = load_tokenizer(str(tmp_path / "model"))
     ids = ours.encode(TEXTS[name])
     assert ours.decode(ids) == TEXTS[name]
-
-
-def write_pieces(writer: gguf.GGUFWriter, folder: Path, prefix: bool, least: int = 0) -> None:
-    """What a file says of that folder's tokenizer: pieces, and scores in place of merges. least: tokens there have to be."""
-    model = json.loads((folder / "tokenizer.json").read_text())["model"]
-    pieces = sorted(model["vocab"], key=model["vocab"].get)
-    scores = {"".join(merge): -float(place) for place, merge in reversed(list(enumerate(model["merges"])))}
-    unused = [f"<unused{place}>" for place in range(len(pieces), least)]
-    kinds = [2 if place == 0 else 3 if place < 3 else 6 if piece.startswith("<0x") else 1 for place, piece in enumerate(pieces)]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces + unused)
-    writer.add_token_scores([scores.get(piece, -1e6) for piece in pieces] + [-1e6] * len(unused))
-    writer.add_token_types(kinds + [5] * len(unused))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    if not prefix:
-        writer.add_add_space_prefix(False)
-    writer.add_chat_template("{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["Llama 2, Mistral", "Gemma"])
@@ -174,6 +136,23 @@ def test_any_text_comes_back_from_pieces(of_pieces: tuple[Any, Any, bool], text:
     assert ids == from_folder.encode(text, add_special_tokens=False)
     if "\u2581" not in text and not any(token in text for token in ("<unk>", "<s>", "</s>")):
         assert from_file.decode(ids) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_tokens_stream_as_they_decode(of_pieces: tuple[Any, Any, bool], data: st.DataObject) -> None:
+    """Also bytes that are no characters: what is out already stays, and nothing after it is lost."""
+    from_file, _, _ = of_pieces
+    ids = data.draw(st.lists(st.one_of(st.integers(0, 258), st.integers(259, from_file.backend.get_vocab_size() - 1)), max_size=24))
+    decoder = text_decoder(from_file)
+    streamed = "".join([*(decoder.push([i]) for i in ids), decoder.flush()])
+    assert streamed == from_file.decode(ids)
+    if "\ufffd" not in streamed:
+        assert streamed == from_file.backend.decode(ids)
+    names = [from_file.backend.id_to_token(i) for i in ids]
+    shown = text_decoder(from_file, from_file.special_bytes())
+    assert "".join([*(shown.push([i]) for i in ids), shown.flush()]) == from_file.decode(ids, skip_special_tokens=False)
+    assert all(name in from_file.decode(ids, skip_special_tokens=False) for name in names if name in ("<s>", "</s>", "<unk>"))
 
 
 def test_a_file_of_pieces_brings_its_template_and_needs_no_torch(of_pieces: tuple[Any, Any, bool], tmp_path: Path) -> None:

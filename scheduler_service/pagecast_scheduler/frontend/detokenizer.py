@@ -24,14 +24,25 @@ class TextDecoder(Protocol):
 
 
 class ByteDecoder:
-    """For tokenizers whose ids are plain bytes: exact, and a table look-up per token. shown: bytes of ids that differ from the table."""
+    """For tokenizers whose ids are plain bytes: exact, and a table look-up per token. shown: bytes of ids that differ from the table.
 
-    def __init__(self, token_bytes: list[bytes], shown: Mapping[int, bytes] | None = None) -> None:
+    strips_space: a space at the very beginning is left out.
+    """
+
+    def __init__(self, token_bytes: list[bytes], shown: Mapping[int, bytes] | None = None, strips_space: bool = False) -> None:
         self._table = token_bytes
         self._shown = shown or {}
         self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._strips_space = strips_space
 
     def push(self, ids: Ids) -> str:
+        if self._strips_space:
+            text = self._text(ids)
+            self._strips_space = not text
+            return text.removeprefix(" ")
+        return self._text(ids)
+
+    def _text(self, ids: Ids) -> str:
         if self._shown:
             return self._decode(b"".join([self._bytes_of(i) for i in ids]))
         table = self._table
@@ -97,7 +108,7 @@ def text_decoder(tokenizer: Tokenizer, shown: Mapping[int, bytes] | None = None)
     """The incremental decoder that fits the tokenizer. shown: special tokens that are not hidden, with their bytes."""
     if tokenizer.token_bytes is None:
         return WindowDecoder(tokenizer, shown)
-    return ByteDecoder(tokenizer.token_bytes, shown)
+    return ByteDecoder(tokenizer.token_bytes, shown, tokenizer.strips_space)
 
 
 def _failure_table(text: str) -> list[int]:

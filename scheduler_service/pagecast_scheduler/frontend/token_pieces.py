@@ -1,6 +1,7 @@
 """What single tokens stand for, where a tokenizer's decoder is not plain byte-level: SentencePiece's way of writing, with or without
-bytes for what it has no piece for. Good for showing tokens one by one; whole outputs are decoded by the tokenizer itself, which treats
-the beginning of a text specially."""
+bytes for what it has no piece for. Good for showing tokens one by one. Whole outputs are decoded by the tokenizer itself, which treats
+the beginning of a text specially, unless it falls back on bytes: one byte that is no character would then change the text of those
+before it, which are out already, so such outputs are decoded as the bytes that they are."""
 
 import json
 from typing import Any
@@ -15,6 +16,15 @@ def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder is None:
         return []
     return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def joins_bytes(backend: Backend) -> tuple[bool, bool]:
+    """Whether an output is the bytes of its tokens and nothing else, and whether a space at its beginning is then left out."""
+    steps = _steps(json.loads(backend.to_str())["decoder"])
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    spaces = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    known = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    return steps in (known, [*known, strip]), strip in steps
 
 
 def pieces_of(backend: Backend) -> list[bytes] | None:

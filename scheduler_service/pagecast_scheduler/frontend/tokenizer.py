@@ -20,7 +20,7 @@ from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import read_metadata
 from pagecast_scheduler.frontend.gguf_pieces import pieces_backend
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
-from pagecast_scheduler.frontend.token_pieces import SPACE, pieces_of
+from pagecast_scheduler.frontend.token_pieces import SPACE, joins_bytes, pieces_of
 
 CONTROL, USER_DEFINED = 3, 4
 """GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
@@ -59,6 +59,7 @@ class Tokenizer(Protocol):
     piece_bytes: list[bytes] | None
     max_token_bytes: int | None
     digest: str
+    strips_space: bool
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Names of special tokens in the text become those tokens."""
@@ -81,8 +82,9 @@ def byte_alphabet() -> dict[str, int]:
 class ModelTokenizer:
     """A tokenizer of the tokenizers library with what a served model adds to it.
 
-    token_bytes: bytes of each id with special tokens empty, or None when the decoder is not plain byte-level. piece_bytes: the same for
-    showing single tokens, also where whole texts are decoded otherwise. max_token_bytes: most bytes of text that one id can stand for,
+    token_bytes: bytes of each id with special tokens empty, or None where texts are more than the bytes of their tokens. strips_space:
+    but for a space at the beginning, which is left out. piece_bytes: the same for showing single tokens, also where whole texts are
+    decoded otherwise. max_token_bytes: most bytes of text that one id can stand for,
     or None when the tokenizer may change text before splitting it. digest: hex SHA-256 over tokenizer and template.
     """
 
@@ -95,6 +97,7 @@ class ModelTokenizer:
     piece_bytes: list[bytes] | None = field(init=False, default=None)
     max_token_bytes: int | None = field(init=False, default=None)
     digest: str = field(init=False, default="")
+    strips_space: bool = field(init=False, default=False)
     _special: dict[int, bytes] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -107,6 +110,9 @@ class ModelTokenizer:
                 self.max_token_bytes = max(added, max(map(len, self.token_bytes)))
         self.piece_bytes = pieces_of(self.backend) if self.token_bytes is None else self.token_bytes
         self.digest = _digest(self.backend.to_str(), self.template_source)
+        if self.token_bytes is None:
+            joins, self.strips_space = joins_bytes(self.backend)
+            self.token_bytes = self.piece_bytes if joins else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -115,8 +121,11 @@ class ModelTokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of ids."""
-        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
+        if self.token_bytes is None or isinstance(self.backend.decoder, decoders.ByteLevel):
+            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        shown, table = {} if skip_special_tokens else self.special_bytes(), self.token_bytes
+        text = b"".join([shown.get(i) or (table[i] if i < len(table) else b"") for i in ids]).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_space else text
 
     def special_bytes(self) -> dict[int, bytes]:
         """Bytes of every special token's name, by id."""
@@ -168,6 +177,7 @@ class ByteTokenizer:
         self.piece_bytes: list[bytes] | None = self.token_bytes
         self.max_token_bytes: int | None = 1
         self.digest = _digest(f"bytes {vocab_size}", self.TEMPLATE)
+        self.strips_space = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The UTF-8 bytes of the text."""
