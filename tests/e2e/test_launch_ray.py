@@ -19,8 +19,9 @@ import psutil
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST, pagecast, serve
 from free_ports import free_port
+from worker.tiny_model import write_config
 
-from pagecast import Client, SamplingParams
+from pagecast import LLM, Client, SamplingParams
 from pagecast_scheduler.launch import ray_door
 from pagecast_scheduler.launch.ray import OverRay
 from pagecast_scheduler.launch.run_dir import LaunchError
@@ -114,6 +115,24 @@ def test_ranks_run_in_the_cluster_and_heal(address: str, tmp_path: Path, monkeyp
         assert served.end() == 0
     psutil.wait_procs(ranks(keys), timeout=LIMIT_S)
     assert not ranks(keys)
+
+
+@pytest.mark.ray
+@needs_ray
+def test_a_model_over_two_nodes_gives_the_tokens_of_one_process(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    keys, shape = str(tmp_path / "keys"), str(write_config(tmp_path / "shape"))
+    assert pagecast("keys", keys).returncode == 0
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with LLM(random_weights=shape, dtype="float32", num_blocks=64, device="cpu") as alone:
+        expected = alone.generate([PROMPT], greedy)[0].outputs[0].token_ids
+    words = ["--random-weights", shape, "--dtype", "float32", "--num-blocks", "64", "--device", "cpu", "--tensor-parallel-size", "2"]
+    words += ["--launcher", "ray", "--head", f"127.0.0.1:{free_port()}", "--wire-keys", keys]
+    with serve(*words) as served, Client(served.address) as client:
+        assert len({process.ppid() for process in ranks(keys)}) == 2
+        assert client.generate(PROMPT, greedy, timeout=LIMIT_S).token_ids == expected
 
 
 def complaint(head: str, variables: dict[str, str], keys: Path) -> str:
