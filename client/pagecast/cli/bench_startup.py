@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             starts.append(asdict(start))
             print(f"start {number + 1}: serving after {start.serving_s} s, first token after {start.first_token_s} s; rank 0: "
                   + ", ".join(f"{phase} {seconds} s" for phase, seconds in start.phases.items()), flush=True)
-    metrics = {}
+    metrics: dict[str, Any] = {}
     for which, found in (("first", starts[0]), ("last", starts[-1])):
         shown = {key: value for key, value in found.items() if key not in ("kv_tokens", "phases")}
         shown |= {f"phases.{phase}": seconds for phase, seconds in found["phases"].items()}
