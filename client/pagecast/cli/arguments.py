@@ -1,6 +1,7 @@
 """Arguments that the client commands share: where the server is, how to get in, and how to sample."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from pagecast import channel
 from pagecast.access import Tls
 from pagecast.errors import PagecastError
+from pagecast.requests import RequestOptions
 from pagecast.sampling import SamplingParams
 from pagecast.sync import Client
 
@@ -55,7 +57,9 @@ def connect(args: argparse.Namespace) -> Client:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """What is not given is left to the server."""
+    parser.add_argument("--n", type=int, metavar="N", help="answers to give; they share the prompt")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="output tokens at most (default: what fits the model's length)")
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many output tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     parser.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
     parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up this share")
@@ -65,13 +69,61 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetition-penalty", type=float, metavar="X", help="against tokens of prompt and answer; 1 is off")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
+    parser.add_argument("--stop-token-id", type=int, action="append", metavar="ID", help="end with this token; may be given several times")
+    parser.add_argument("--include-stop", action="store_true", default=None, help="show the stop text that ended an answer")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end token")
+    parser.add_argument("--time-budget", type=_seconds, metavar="SECONDS", help="end well, with what there is, after so long")
+    _add_token_rules(parser)
+    _add_output(parser)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--json-schema", type=_text, metavar="JSON", help="the answer fits this JSON Schema; @FILE reads it")
     kinds.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
     kinds.add_argument("--regex", metavar="REGEX", help="the answer matches this regular expression")
     kinds.add_argument("--choice", action="append", metavar="TEXT", help="the answer is one of these texts; give it several times")
     kinds.add_argument("--grammar", type=_text, metavar="LARK", help="the answer is of this Lark grammar; @FILE reads it")
+
+
+def _add_token_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--logit-bias", type=_bias, action="append", metavar="ID=X", help="add X to this token's logit; again for more")
+    parser.add_argument("--allowed-token-id", type=int, action="append", metavar="ID", help="only this token may be chosen; again for more")
+    parser.add_argument("--bad-word", action="append", metavar="TEXT", help="this must not appear; again for more")
+    parser.add_argument("--bad-tokens", type=_ids, action="append", metavar="ID,ID", help="nor these tokens in a row; again for more")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--logprobs", type=int, metavar="N", help="show each token's log-probability, and the N likeliest (0 to 20)")
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the tokens of the prompt")
+    parser.add_argument("--special-tokens", action="store_true", help="show special tokens in the text")
+    parser.add_argument(
+        "--parse-reasoning", action=argparse.BooleanOptionalAction, default=None,
+        help="tell a model's reasoning from its answer, which alone a constraint is about (default: in a chat)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--template-arg", type=_pair, action="append", metavar="NAME=JSON", help="in a chat, a value for the template; again for more"
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a token id, = and a number, not {text!r}") from None
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be token ids with commas between, not {text!r}") from None
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a name, = and JSON (a text in quotes), not {text!r}") from None
 
 
 def _seconds(text: str) -> float:
@@ -96,5 +148,21 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed, max_tokens=args.max_tokens,
         stop=args.stop, presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty,
         repetition_penalty=args.repetition_penalty, ignore_eos=args.ignore_eos, json_schema=args.json_schema,
-        json_object=args.json_object, regex=args.regex, choices=args.choice, grammar=args.grammar,
+        json_object=args.json_object, regex=args.regex, choices=args.choice, grammar=args.grammar, n=args.n, min_tokens=args.min_tokens,
+        stop_token_ids=args.stop_token_id, include_stop_str_in_output=args.include_stop, logit_bias=dict(args.logit_bias or ()) or None,
+        allowed_token_ids=args.allowed_token_id, bad_words=args.bad_word, bad_token_sequences=args.bad_tokens, logprobs=args.logprobs,
+        prompt_logprobs=args.prompt_logprobs, parse_reasoning=args.parse_reasoning,
+        skip_special_tokens=False if args.special_tokens else None,
     )
+
+
+def request_options(args: argparse.Namespace) -> RequestOptions:
+    """What is said about a request besides its sampling."""
+    options: RequestOptions = {}
+    if args.timeout is not None:
+        options["timeout"] = args.timeout
+    if args.time_budget is not None:
+        options["time_budget"] = args.time_budget
+    if args.template_arg:
+        options["template_kwargs"] = dict(args.template_arg)
+    return options

@@ -1,4 +1,6 @@
-"""`pagecast chat`: a conversation. Ctrl-C stops an answer and keeps what was said; /exit, Ctrl-D, or Ctrl-C at the prompt end it."""
+"""`pagecast chat`: a conversation, which goes on from the first answer where several are asked for.
+
+Ctrl-C stops an answer and keeps what was said; /exit, Ctrl-D, or Ctrl-C at the prompt end it."""
 
 import argparse
 import contextlib
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     history = [ChatMessage("system", args.system)] if args.system else []
-    sampling, options = arguments.sampling(args), {} if args.timeout is None else {"timeout": args.timeout}
+    sampling, options = arguments.sampling(args), arguments.request_options(args)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() line editing and its history
     if sys.stdin.isatty():

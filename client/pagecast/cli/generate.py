@@ -20,11 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
-    options = {} if args.timeout is None else {"timeout": args.timeout}
     answer, start = Answer(), time.perf_counter()
     try:
         sampling = arguments.sampling(args)
-        with arguments.connect(args) as client, client.stream(prompt, sampling, **options) as stream:
+        with arguments.connect(args) as client, client.stream(prompt, sampling, **arguments.request_options(args)) as stream:
             complete = show(stream, answer, start)
     except ValueError as error:
         print(f"pagecast generate: {error}", file=sys.stderr)
