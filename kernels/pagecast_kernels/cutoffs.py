@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
+from pagecast_kernels.noise import GREEDY_BELOW, bits_of, key_of, noisy
+from pagecast_kernels.shares import arrives_last
 
-GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
 _CUT_TILE_BYTES = 8192  # of logits a step of `_whole_row`, which has a whole row before it
 _TILE, _LARGE_TILE = 2048, 4096  # logits a step of the programs that share a row, where they gather and where they only look
 _COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
@@ -287,9 +288,8 @@ def _bound(
             most = tl.maximum(most, tl.load(logits + start + column, start + column < end, float("-inf")).to(tl.float32))
         kept = tl.max(tl.reshape(most, (TILE // OWN, OWN)), 0)
         tl.store(maxima_ptr + row.to(tl.int64) * COLUMNS + part * OWN + tl.arange(0, OWN), kept)
-        # Every thread's stores come before the arrival, and the arrival before the last one's loads.
         tl.debug_barrier()
-        if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == SLICES - 1:
+        if arrives_last(counters_ptr + row, 0, SLICES - 1):
             maxima = tl.load(maxima_ptr + row.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), cache_modifier=".cg")
             top = tl.max(maxima, 0)
             bound = top
@@ -346,11 +346,7 @@ def _draw(
         held = place % SEGMENT < tl.load(counts + place // SEGMENT, cache_modifier=".cg")
         x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
         ids = tl.load(tokens + place, held, 0, cache_modifier=".cg")
-        none = (ids * 0).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, none + position.to(tl.uint32), none + sequence.to(tl.uint32), (ids // 4).to(tl.uint32), none)
-        word = tl.where(ids % 4 == 0, w0, tl.where(ids % 4 == 1, w1, tl.where(ids % 4 == 2, w2, w3)))
-        bits = (word >> 9).to(tl.int32)
-        score = x * inverse - tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
+        score = noisy(x * inverse, bits_of(seed, sequence, position, ids))
         score = tl.where(held & (x >= cutoff), score, float("-inf"))
         best_id = tl.where((score > best) | ((score == best) & (ids < best_id)), ids, best_id)
         best = tl.maximum(best, score)
@@ -380,7 +376,7 @@ def _narrow(
         tl.store(counts_ptr + row * SLICES + part, count)
         tl.store(masses_ptr + row * SLICES + part, mass)
         tl.debug_barrier()
-        if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == SLICES - 1:
+        if arrives_last(counters_ptr + row, 0, SLICES - 1):
             slices = tl.arange(0, SLICES)
             counts = tl.load(counts_ptr + row * SLICES + slices, cache_modifier=".cg")
             whole = tl.sum(tl.load(masses_ptr + row * SLICES + slices, cache_modifier=".cg"), 0)
@@ -410,7 +406,7 @@ def _narrow(
             tl.store(cutoffs_ptr + row, cutoff)
             tl.store(counters_ptr + row, 0)
             if fits & (cutoff == cutoff):
-                seed, sequence, position = tl.load(seeds_ptr + row), tl.load(sequence_ptr + row), tl.load(positions_ptr + row)
+                seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
                 drawn = _draw(
                     candidates, tokens, counts_ptr + row * SLICES, cutoff, inverse, seed, sequence, position, SLICES, SEGMENT, 256
                 )  # fmt: skip

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 from pagecast_kernels.decode_bytes import INTERPRETED, attend_bytes
+from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen, raise_top
+from pagecast_kernels.paging import blocks_of, heads_at, load_tile, runs_of, zero_padding
+from pagecast_kernels.shares import add_shares, arrives_last, owner, sequence_of, share_of, store_part
 
 
 @dataclass(frozen=True)
@@ -68,53 +71,29 @@ def _tiles(length, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _owner(tile, share, extra):
-    """The program that a tile falls to, when the first `extra` programs take share + 1 tiles and the others share."""
-    early = tile // (share + 1)
-    late = (tile - extra * (share + 1)) // tl.maximum(share, 1) + extra
-    return tl.where(tile < extra * (share + 1), early, late)
-
-
-@triton.jit
-def _attend(
+def attend(
     q, k_ptr, v_ptr, table, kv_head, length, start, count, scale, softcap, top, total, values,
     ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [ROWS, LANES] over `count` tiles from token `start` on top of (top, total, values): base-2 maxima, sums, and
-    values not yet divided.
+    """Attention of q [ROWS, LANES] over `count` tiles from token `start`, added to the state (top, total, values).
 
-    scale and softcap come from `configs.score_scale`: softcap · tanh is 1 - 2 / (exp2(score) + 1) times softcap.
+    scale and softcap come from `configs.score_scale`.
     """
-    lane = tl.arange(0, LANES)
-    offset = tl.arange(0, TILE)
-    head = kv_head * (BLOCK_SIZE * DIM)
-    token = start + offset
-    block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+    token = start + tl.arange(0, TILE)
+    block = blocks_of(table, token, length, BLOCK_SIZE)
     for _ in tl.range(0, count, num_stages=STAGES):
-        run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + head + token % BLOCK_SIZE * DIM
+        run = runs_of(block, token % BLOCK_SIZE, kv_head, NUM_KV_HEADS, BLOCK_SIZE, DIM)
         here = token < length
-        if DIM == LANES:
-            inside = here[:, None]
-        else:
-            inside = here[:, None] & (lane < DIM)[None, :]
-        k = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0.0)
-        v = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0.0)
+        k = load_tile(k_ptr, run, here, DIM, LANES, True)
+        v = load_tile(v_ptr, run, here, DIM, LANES, True)
         if WINDOW > 0:
             here = here & (token >= length - WINDOW)
-        # The next tile's block ids are loaded a tile ahead, so that the addresses of K and V wait for no load.
         token += TILE
-        block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
-        scores = tl.dot(q, k.trans()) * scale
-        if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        block = blocks_of(table, token, length, BLOCK_SIZE)
+        scores = capped(tl.dot(q, k.trans()) * scale, softcap, SOFTCAP)
         scores = tl.where(here[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
-        top = new_top
+        top, total, values = add_tile(scores, v, top, total, values, False)
     return top, total, values
 
 
@@ -125,17 +104,14 @@ def _resume(
 ):  # fmt: skip
     """What shared_prefix left of one (sequence, KV head), its splits added up in order; nothing unless `prefixed`."""
     row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, LANES), tl.float32)
+    top, total, values = nothing_seen(ROWS, LANES)
     for split in range(SPLITS):
         held = prefixed & (row < GROUP)
         slot = (head_row + row) * SPLITS + split
         part_top = tl.load(stats_ptr + 2 * slot, held, float("-inf"))
         part_total = tl.load(stats_ptr + 2 * slot + 1, held, 0.0)
         part = tl.load(parts_ptr + slot[:, None] * DIM + lane[None, :], held[:, None] & (lane < DIM)[None, :], 0.0)
-        new_top = tl.maximum(top, part_top)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        new_top, base = raise_top(top, part_top, True)
         weight, decay = tl.exp2(part_top - base), tl.exp2(top - base)
         total = total * decay + part_total * weight
         values = values * decay[:, None] + part * weight[:, None]
@@ -144,40 +120,15 @@ def _resume(
 
 
 @triton.jit
-def _combine(
+def combine(
     parts_ptr, stats_ptr, out, first_program, last_program, head_row,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts that programs first..last left of one (sequence, KV head), in that order, and write the outputs.
-
-    The first program's part is its second slot, as the sequence begins in its share; the others' is their first.
-    PARTS are loaded at a time. Reads bypass L1, which does not see other processors' writes.
-    """
+    """Add the parts that programs first..last left of one (sequence, KV head) and write the outputs."""
     lane = tl.arange(0, LANES)
     row = tl.arange(0, ROWS)
-    index = tl.arange(0, PARTS)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, LANES), tl.float32)
-    for start in range(first_program, last_program + 1, PARTS):
-        program = start + index
-        slot = 2 * program + (program == first_program).to(tl.int32)
-        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
-        stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
-        part_top = tl.load(stat, held, float("-inf"), cache_modifier=".cg")
-        part_total = tl.load(stat + GROUP, held, 0.0, cache_modifier=".cg")
-        part = parts_ptr + slot[:, None, None] * (GROUP * DIM) + row[None, :, None] * DIM + lane[None, None, :]
-        part_values = tl.load(part, held[:, :, None] & (lane < DIM)[None, None, :], 0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(part_top, 0))
-        # Rows past GROUP have no maximum; theirs is never written.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part_top - base[None, :])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(part_total * weight, 0)
-        values = values * decay[:, None] + tl.sum(part_values * weight[:, :, None], 0)
-        top = new_top
-    target = out + head_row * DIM + row[:, None] * DIM + lane[None, :]
-    tl.store(target, values / total[:, None], (row < GROUP)[:, None] & (lane < DIM)[None, :])
+    total, values = add_shares(parts_ptr, stats_ptr, first_program, last_program, lane, GROUP, ROWS, DIM, PARTS, True, ".cg")
+    tl.store(heads_at(out, head_row, row, lane, DIM), values / total[:, None], (row < GROUP)[:, None] & (lane < DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -196,12 +147,7 @@ def _paged_decode(
     row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
     held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
 
-    for padding in range(program, batch, programs):
-        if tl.load(lens_ptr + padding) == 0:
-            for head in range(NUM_KV_HEADS):
-                head_row = (tl.full((), 0, tl.int64) + padding * NUM_KV_HEADS + head) * GROUP
-                nothing = tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty)
-                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], nothing, held)
+    zero_padding(lens_ptr, out_ptr, batch, program, programs, held, row, lane, NUM_KV_HEADS, GROUP, DIM)
 
     # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
     index = tl.arange(0, BATCH)
@@ -209,13 +155,8 @@ def _paged_decode(
     if SPLITS > 0:
         lengths -= tl.load(skip_ptr + index, index < batch, 0)
     tiles = _tiles(lengths, WINDOW, TILE) * NUM_KV_HEADS
-    ends = tl.cumsum(tiles, 0)
-    all_tiles = tl.sum(tiles, 0)
-    share, extra = all_tiles // programs, all_tiles % programs
-    tile = program * share + tl.minimum(program, extra)
-    end = tile + share + (program < extra).to(tl.int32)
-    sequence = tl.sum((ends <= tile).to(tl.int32), 0)
-    begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    tile, end, share, extra = share_of(program, programs, tl.sum(tiles, 0))
+    sequence, begin = sequence_of(tile, tiles)
 
     while tile < end:
         length = tl.load(lens_ptr + sequence)
@@ -230,7 +171,7 @@ def _paged_decode(
             head_begin = begin + kv_head * own
             count = tl.minimum(head_begin + own, end) - tile
             head_row = (sequence.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
-            q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
+            q = tl.load(heads_at(q_ptr, head_row, row, lane, DIM), held, 0.0)
             table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
             first = _first_tile(length, WINDOW, TILE) + tile - head_begin
             if SCALED:
@@ -244,27 +185,22 @@ def _paged_decode(
                     prefixed = (skip > 0) & (tile == head_begin)
                     top, total, values = _resume(prefix_parts_ptr, prefix_stats_ptr, head_row, prefixed, GROUP, ROWS, DIM, LANES, SPLITS)
                 else:
-                    top = tl.full((ROWS,), float("-inf"), tl.float32)
-                    total = tl.zeros((ROWS,), tl.float32)
-                    values = tl.zeros((ROWS, LANES), tl.float32)
-                top, total, values = _attend(
+                    top, total, values = nothing_seen(ROWS, LANES)
+                top, total, values = attend(
                     q, k_ptr, v_ptr, table, kv_head, length, skip + first * TILE, count, scale, softcap, top, total, values,
                     ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
                 )  # fmt: skip
             if count == own:
-                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held)
+                tl.store(heads_at(out_ptr, head_row, row, lane, DIM), values / total[:, None], held)
             else:
-                slot = (2 * program + (tile == head_begin).to(tl.int32)).to(tl.int64)
-                tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
-                tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
-                tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held)
-                first_program = _owner(head_begin, share, extra)
-                last_program = _owner(head_begin + own - 1, share, extra)
+                slot = 2 * program + (tile == head_begin).to(tl.int32)
+                store_part(parts_ptr, stats_ptr, slot, top, total, values, row, lane, row < GROUP, held, GROUP, DIM)
+                first_program = owner(head_begin, share, extra)
+                last_program = owner(head_begin + own - 1, share, extra)
                 counter = counters_ptr + sequence * NUM_KV_HEADS + kv_head
-                # Every thread's stores come before the arrival, and the arrival before the last one's loads.
                 tl.debug_barrier()
-                if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                    _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
+                if arrives_last(counter, first_program, last_program):
+                    combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
                     tl.store(counter, 0)
             tile += count
             if tile == begin + own * NUM_KV_HEADS:

@@ -8,6 +8,9 @@ products of their own. float16 and not bfloat16, because one instruction convert
 import triton
 import triton.language as tl
 
+from pagecast_kernels.online_softmax import capped, nothing_seen, weigh
+from pagecast_kernels.paging import blocks_of, load_tile, runs_of
+
 INTERPRETED = triton.knobs.runtime.interpret
 _SPLIT = tl.constexpr("""{
 .reg .b32 t;
@@ -37,44 +40,28 @@ def attend_bytes(
     ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """See decode._attend. k_ptr, v_ptr: int16 words of two values; scale holds K's, the values lack V's."""
+    """See decode.attend. k_ptr, v_ptr: int16 words of two values; scale holds K's, the values lack V's."""
     HALF: tl.constexpr = LANES // 2
     WORDS: tl.constexpr = DIM // 2
     q_even, q_odd = tl.split(q.to(tl.float16).reshape(ROWS, HALF, 2))
-    lane = tl.arange(0, HALF)
-    offset = tl.arange(0, TILE)
-    head = kv_head * (BLOCK_SIZE * WORDS)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    even = tl.zeros((ROWS, HALF), tl.float32)
+    top, total, even = nothing_seen(ROWS, HALF)
     odd = tl.zeros((ROWS, HALF), tl.float32)
-    token = first * TILE + offset
-    block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+    token = first * TILE + tl.arange(0, TILE)
+    block = blocks_of(table, token, length, BLOCK_SIZE)
     for _ in tl.range(0, count, num_stages=STAGES):
-        run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * WORDS) + head + token % BLOCK_SIZE * WORDS
+        run = runs_of(block, token % BLOCK_SIZE, kv_head, NUM_KV_HEADS, BLOCK_SIZE, WORDS)
         here = token < length
-        if WORDS == HALF:
-            inside = here[:, None]
-        else:
-            inside = here[:, None] & (lane < WORDS)[None, :]
-        k_words = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0)
-        v_words = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0)
+        k_words = load_tile(k_ptr, run, here, WORDS, HALF, True)
+        v_words = load_tile(v_ptr, run, here, WORDS, HALF, True)
         if WINDOW > 0:
             here = here & (token >= length - WINDOW)
-        # The next tile's block ids are loaded a tile ahead, so that the addresses of K and V wait for no load.
         token += TILE
-        block = tl.load(table + token // BLOCK_SIZE, token < length, 0)
+        block = blocks_of(table, token, length, BLOCK_SIZE)
         k_even, k_odd = _lanes(k_words.trans(), ASM)
-        scores = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale
-        if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = capped(tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale, softcap, SOFTCAP)
         scores = tl.where(here[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
+        weights, decay, top, total = weigh(scores, top, total, False)
         v_even, v_odd = _lanes(v_words, ASM)
         even = tl.dot(weights.to(tl.float16), v_even, even * decay[:, None])
         odd = tl.dot(weights.to(tl.float16), v_odd, odd * decay[:, None])
-        top = new_top
     return top, total, tl.join(even, odd).reshape(ROWS, LANES)

@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs, decode
-from pagecast_kernels.decode import DecodeWorkspace, _combine, _owner, decode_workspace
+from pagecast_kernels.decode import DecodeWorkspace, combine, decode_workspace
+from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen
+from pagecast_kernels.paging import heads_at, load_tile, runs_of, zero_padding
+from pagecast_kernels.shares import arrives_last, owner, share_of, store_part
 
 _CHUNK = 32  # tiles that a program of `_list_tiles` writes at a time
 
@@ -89,12 +92,9 @@ def _finish(
 ):  # fmt: skip
     """Write a result: to `out` if WHOLE and it began in this program, else as this program's part, the second one if it began here."""
     whole = began & WHOLE
-    tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], values / total[:, None], held & whole)
-    slot = (2 * program + (began & (not WHOLE)).to(tl.int32)).to(tl.int64)
-    stat = stats_ptr + slot * (2 * GROUP) + row
-    tl.store(stat, top, (row < GROUP) & ~whole)
-    tl.store(stat + GROUP, total, (row < GROUP) & ~whole)
-    tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held & ~whole)
+    tl.store(heads_at(out_ptr, head_row, row, lane, DIM), values / total[:, None], held & whole)
+    slot = 2 * program + (began & (not WHOLE)).to(tl.int32)
+    store_part(parts_ptr, stats_ptr, slot, top, total, values, row, lane, (row < GROUP) & ~whole, held & ~whole, GROUP, DIM)
 
 
 @triton.jit
@@ -103,11 +103,11 @@ def _arrive(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Say that this program's part of a (sequence, KV head) is written; the last one to say so adds the parts."""
-    first_program = _owner(head_begin, share, extra)
-    last_program = _owner(head_begin + own - 1, share, extra)
+    first_program = owner(head_begin, share, extra)
+    last_program = owner(head_begin + own - 1, share, extra)
     counter = counters_ptr + place * NUM_KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-        _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
+    if arrives_last(counter, first_program, last_program):
+        combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
         tl.store(counter, 0)
 
 
@@ -124,9 +124,7 @@ def _decode_flat(
     row, lane, offset = tl.arange(0, ROWS), tl.arange(0, LANES), tl.arange(0, TILE)
     held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
     tiles = tl.load(count_ptr)  # of one KV head
-    share, extra = tiles * NUM_KV_HEADS // programs, tiles * NUM_KV_HEADS % programs
-    begin = program * share + tl.minimum(program, extra)
-    end = begin + share + (program < extra).to(tl.int32)
+    begin, end, share, extra = share_of(program, programs, tiles * NUM_KV_HEADS)
 
     if begin < end:
         kv_head = begin // tiles
@@ -136,28 +134,22 @@ def _decode_flat(
         block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
         # The first (sequence, KV head), for the end.
         first_begin, first_own, first_place, first_head = kv_head * tiles + first, own, place, kv_head
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        values = tl.zeros((ROWS, LANES), tl.float32)
+        top, total, values = nothing_seen(ROWS, LANES)
         for at in tl.range(begin, end, num_stages=STAGES):
             head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
-            q = tl.load(q_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], held, 0.0)
+            q = tl.load(heads_at(q_ptr, head_row, row, lane, DIM), held, 0.0)
             if BLOCK_SIZE > TILE:
                 inner = (tile - first) * TILE % BLOCK_SIZE + offset
             else:
                 inner = offset % BLOCK_SIZE
-            run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + kv_head * (BLOCK_SIZE * DIM) + inner * DIM
+            run = runs_of(block, inner, kv_head, NUM_KV_HEADS, BLOCK_SIZE, DIM)
             here = offset < left
-            if DIM == LANES:
-                inside = here[:, None]
-            else:
-                inside = here[:, None] & (lane < DIM)[None, :]
-            k = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0.0)
-            v = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0.0)
+            k = load_tile(k_ptr, run, here, DIM, LANES, True)
+            v = load_tile(v_ptr, run, here, DIM, LANES, True)
             head_begin = kv_head * tiles + first
             done = at + 1 == head_begin + own
             began = head_begin >= begin
-            # What the next tile is, a tile ahead: the addresses of its K and V wait for no load.
+            # What the next tile is, a tile ahead.
             tile += 1
             kv_head = tl.where(tile == tiles, kv_head + 1, kv_head)
             tile = tl.where(tile == tiles, 0, tile)
@@ -165,23 +157,14 @@ def _decode_flat(
             own, left = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile + 3)
             block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
 
-            scores = tl.dot(q, k.trans()) * scale
-            if SOFTCAP:
-                scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            scores = capped(tl.dot(q, k.trans()) * scale, softcap, SOFTCAP)
             scores = tl.where(here[None, :], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_top[:, None])
-            decay = tl.exp2(top - new_top)
-            total = total * decay + tl.sum(weights, 1)
-            values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
-            top = new_top
+            top, total, values = add_tile(scores, v, top, total, values, False)
             if done:
                 _finish(
                     top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, True
                 )  # fmt: skip
-                top = tl.full((ROWS,), float("-inf"), tl.float32)
-                total = tl.zeros((ROWS,), tl.float32)
-                values = tl.zeros((ROWS, LANES), tl.float32)
+                top, total, values = nothing_seen(ROWS, LANES)
 
         # What the last tile belonged to, and whether that goes on in the next program.
         kv_head = (end - 1) // tiles
@@ -192,7 +175,6 @@ def _decode_flat(
         if head_begin + own > end:
             began = head_begin >= begin
             _finish(top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, False)
-        # Every thread's stores come before the arrivals, and these before the last one's loads.
         tl.debug_barrier()
         if (first_begin < begin) & (first_begin + first_own <= end):
             _arrive(
@@ -205,12 +187,7 @@ def _decode_flat(
                 share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES, PARTS,
             )  # fmt: skip
 
-    for padding in range(program, batch, programs):
-        if tl.load(lens_ptr + padding) == 0:
-            for head in range(NUM_KV_HEADS):
-                head_row = (tl.full((), 0, tl.int64) + padding * NUM_KV_HEADS + head) * GROUP
-                nothing = tl.zeros((ROWS, LANES), out_ptr.dtype.element_ty)
-                tl.store(out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :], nothing, held)
+    zero_padding(lens_ptr, out_ptr, batch, program, programs, held, row, lane, NUM_KV_HEADS, GROUP, DIM)
 
 
 def launch(

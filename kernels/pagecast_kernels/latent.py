@@ -12,8 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.decode import DecodeWorkspace, _owner, decode_workspace
-from pagecast_kernels.prefill import _find
+from pagecast_kernels.decode import DecodeWorkspace, decode_workspace
+from pagecast_kernels.online_softmax import add_tile, nothing_seen
+from pagecast_kernels.paging import blocks_of, heads_at, load_tile, zero_padding
+from pagecast_kernels.prefill import find_sequence
+from pagecast_kernels.shares import add_shares, owner, sequence_of, share_of, store_part
 
 _HEADS = 8
 _CHUNK = 64
@@ -76,28 +79,22 @@ def _steps(
     BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Go on with the online softmax over tokens [start, stop), start a multiple of TILE. RANK and ROPE are powers of two."""
-    lane, turn, offset = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, TILE)
-    block = tl.load(table + (start + offset) // BLOCK_SIZE, start + offset < length, 0)
+    offset = tl.arange(0, TILE)
+    block = blocks_of(table, start + offset, length, BLOCK_SIZE)
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
         token = first + offset
         here = token < length
         slot = block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
-        latent = tl.load(v_ptr + slot[:, None] * RANK + lane[None, :], here[:, None], 0.0)
-        key = tl.load(k_ptr + slot[:, None] * ROPE + turn[None, :], here[:, None], 0.0)
-        # The next tile's block ids are loaded a tile ahead, so that addresses wait for no load.
-        block = tl.load(table + (token + TILE) // BLOCK_SIZE, token + TILE < length, 0)
+        latent = load_tile(v_ptr, slot * RANK, here, RANK, RANK, True)
+        key = load_tile(k_ptr, slot * ROPE, here, ROPE, ROPE, True)
+        block = blocks_of(table, token + TILE, length, BLOCK_SIZE)
         scores = tl.dot(q_rope, key.trans(), tl.dot(q_latent, latent.trans())) * scale
         if CAUSAL:
             seen = token[None, :] <= position[:, None]
         else:
             seen = here[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
-        values = tl.dot(weights.to(latent.dtype), latent, values * decay[:, None])
-        top = new_top
+        top, total, values = add_tile(scores, latent, top, total, values, False)
     return top, total, values
 
 
@@ -112,22 +109,13 @@ def _latent_decode(
     row, lane, turn = tl.arange(0, ROWS), tl.arange(0, RANK), tl.arange(0, ROPE)
     held = (row < GROUP)[:, None]
 
-    for padding in range(program, batch * GROUPS, programs):
-        if tl.load(lens_ptr + padding // GROUPS) == 0:
-            head_row = (tl.full((), 0, tl.int64) + padding) * GROUP
-            target = out_ptr + (head_row + row[:, None]) * RANK + lane[None, :]
-            tl.store(target, tl.zeros((ROWS, RANK), out_ptr.dtype.element_ty), held)
+    zero_padding(lens_ptr, out_ptr, batch, program, programs, held, row, lane, GROUPS, GROUP, RANK)
 
     # This program's share [tile, end) of all tiles, and the sequence that its first tile belongs to.
     index = tl.arange(0, BATCH)
     tiles = (tl.load(lens_ptr + index, index < batch, 0) + TILE - 1) // TILE * GROUPS
-    ends = tl.cumsum(tiles, 0)
-    all_tiles = tl.sum(tiles, 0)
-    share, extra = all_tiles // programs, all_tiles % programs
-    tile = program * share + tl.minimum(program, extra)
-    end = tile + share + (program < extra).to(tl.int32)
-    sequence = tl.sum((ends <= tile).to(tl.int32), 0)
-    begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    tile, end, _, _ = share_of(program, programs, tl.sum(tiles, 0))
+    sequence, begin = sequence_of(tile, tiles)
 
     while tile < end:
         length = tl.load(lens_ptr + sequence)
@@ -139,22 +127,20 @@ def _latent_decode(
             group_begin = begin + group * own
             count = tl.minimum(group_begin + own, end) - tile
             head_row = (sequence.to(tl.int64) * GROUPS + group) * GROUP
-            q_latent = tl.load(q_latent_ptr + (head_row + row[:, None]) * RANK + lane[None, :], held, 0.0)
-            q_rope = tl.load(q_rope_ptr + (head_row + row[:, None]) * ROPE + turn[None, :], held, 0.0)
+            q_latent = tl.load(heads_at(q_latent_ptr, head_row, row, lane, RANK), held, 0.0)
+            q_rope = tl.load(heads_at(q_rope_ptr, head_row, row, turn, ROPE), held, 0.0)
             table = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
             first = (tile - group_begin) * TILE
+            top, total, values = nothing_seen(ROWS, RANK)
             top, total, values = _steps(
-                q_latent, q_rope, k_ptr, v_ptr, table, row, length, first, first + count * TILE,
-                tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, RANK), tl.float32), scale,
+                q_latent, q_rope, k_ptr, v_ptr, table, row, length, first, first + count * TILE, top, total, values, scale,
                 BLOCK_SIZE, RANK, ROPE, TILE, STAGES, False,
             )  # fmt: skip
             if count == own:
-                tl.store(out_ptr + (head_row + row[:, None]) * RANK + lane[None, :], values / total[:, None], held)
+                tl.store(heads_at(out_ptr, head_row, row, lane, RANK), values / total[:, None], held)
             else:
-                slot = (2 * program + (tile == group_begin).to(tl.int32)).to(tl.int64)
-                tl.store(stats_ptr + slot * (2 * GROUP) + row, top, row < GROUP)
-                tl.store(stats_ptr + slot * (2 * GROUP) + GROUP + row, total, row < GROUP)
-                tl.store(parts_ptr + (slot * GROUP + row[:, None]) * RANK + lane[None, :], values, held)
+                slot = 2 * program + (tile == group_begin).to(tl.int32)
+                store_part(parts_ptr, stats_ptr, slot, top, total, values, row, lane, row < GROUP, held, GROUP, RANK)
             tile += count
             if tile == begin + own * GROUPS:
                 begin = tile
@@ -167,39 +153,18 @@ def _add_latent_parts(
     GROUPS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, BATCH: tl.constexpr, TILE: tl.constexpr, OWN: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds what the programs of _latent_decode left of one (sequence, group), in their order, for CHUNK elements of the latents.
-
-    A program's part of the sequence that begins in its share is its second slot; of one that began before, its first.
-    """
+    """Adds what the programs of _latent_decode left of one (sequence, group), in their order, for CHUNK elements of the latents."""
     sequence, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     index = tl.arange(0, BATCH)
     tiles = (tl.load(lens_ptr + index, index < batch, 0) + TILE - 1) // TILE * GROUPS
-    all_tiles = tl.sum(tiles, 0)
-    share, extra = all_tiles // programs, all_tiles % programs
+    _, _, share, extra = share_of(0, programs, tl.sum(tiles, 0))
     own = (tl.load(lens_ptr + sequence) + TILE - 1) // TILE
     begin = tl.sum(tl.where(index < sequence, tiles, 0), 0) + group * own
-    first, last = _owner(begin, share, extra), _owner(begin + own - 1, share, extra)
+    first, last = owner(begin, share, extra), owner(begin + own - 1, share, extra)
     if (own > 0) & (first != last):
-        lane, row, part = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK), tl.arange(0, OWN), tl.arange(0, PARTS)
-        top = tl.full((OWN,), float("-inf"), tl.float32)
-        total = tl.zeros((OWN,), tl.float32)
-        values = tl.zeros((OWN, CHUNK), tl.float32)
-        for start in range(first, last + 1, PARTS):
-            program = start + part
-            slot = (2 * program + (program == first).to(tl.int32)).to(tl.int64)
-            held = (program <= last)[:, None] & (row < GROUP)[None, :]
-            stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
-            part_top, part_total = tl.load(stat, held, float("-inf")), tl.load(stat + GROUP, held, 0.0)
-            source = parts_ptr + (slot[:, None, None] * GROUP + row[None, :, None]) * RANK + lane[None, None, :]
-            part_values = tl.load(source, held[:, :, None], 0.0)
-            new_top = tl.maximum(top, tl.max(part_top, 0))
-            # Rows past GROUP have no maximum; theirs is never written.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weight, decay = tl.exp2(part_top - base[None, :]), tl.exp2(top - base)
-            total = total * decay + tl.sum(part_total * weight, 0)
-            values = values * decay[:, None] + tl.sum(part_values * weight[:, :, None], 0)
-            top = new_top
-        target = out_ptr + (tl.program_id(0).to(tl.int64) * GROUP + row[:, None]) * RANK + lane[None, :]
+        lane, row = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK), tl.arange(0, OWN)
+        total, values = add_shares(parts_ptr, stats_ptr, first, last, lane, GROUP, OWN, RANK, PARTS, False, "")
+        target = heads_at(out_ptr, tl.program_id(0).to(tl.int64) * GROUP, row, lane, RANK)
         tl.store(target, values / total[:, None], (row < GROUP)[:, None])
 
 
@@ -230,7 +195,7 @@ def latent_decode(
     chunk = min(rank, _CHUNK)
     _add_latent_parts[(batch * groups, rank // chunk)](
         seq_lens, out, workspace.parts, workspace.stats, batch, config.programs, groups, group, rank, lanes, config.tile, own, chunk,
-        max(4096 // (own * chunk), 1), num_warps=4,
+        max(4096 // (own * chunk), 1), num_warps=4, maxnreg=128 if own > 16 else 255,
     )  # fmt: skip
     return out
 
@@ -244,7 +209,7 @@ def _latent_prefill(
     group = tl.program_id(0) % GROUPS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // GROUPS
     origin = tl.load(starts_ptr)
-    sequence = _find(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
+    sequence = find_sequence(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
     begin = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - begin
     first = (tile - (begin - origin) // TOKENS - sequence) * TOKENS
@@ -261,9 +226,9 @@ def _latent_prefill(
     position = length - queries + query
     stop = length - queries + tl.minimum(first + TOKENS, queries)
     # Every row sees token 0, in the first tile: no row's maximum is -inf afterwards.
+    top, total, values = nothing_seen(ROWS, RANK)
     _, total, values = _steps(
-        q_latent, q_rope, k_ptr, v_ptr, table, position, length, tile * 0, stop,
-        tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, RANK), tl.float32), scale,
+        q_latent, q_rope, k_ptr, v_ptr, table, position, length, tile * 0, stop, top, total, values, scale,
         BLOCK_SIZE, RANK, ROPE, TILE, STAGES, True,
     )  # fmt: skip
     tl.store(out_ptr + head_row * RANK + lane[None, :], values / total[:, None], held)

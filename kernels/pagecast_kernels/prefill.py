@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
+from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen
+from pagecast_kernels.paging import blocks_of, load_tile, runs_of
 
 
 @triton.jit
@@ -20,49 +22,27 @@ def _steps(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Go on with the online softmax over KV tokens [start, stop), start a multiple of TILE; MASKED tiles test every score."""
-    lane = tl.arange(0, LANES)
     offset = tl.arange(0, TILE)
-    head = kv_head * (BLOCK_SIZE * DIM)
-    block = tl.load(table + (start + offset) // BLOCK_SIZE, start + offset < length, 0)
+    block = blocks_of(table, start + offset, length, BLOCK_SIZE)
     for first in tl.range(start, stop, TILE, num_stages=STAGES):
         token = first + offset
-        run = block.to(tl.int64) * (NUM_KV_HEADS * BLOCK_SIZE * DIM) + head + token % BLOCK_SIZE * DIM
-        if MASKED:
-            inside = (token < length)[:, None] & (lane < DIM)[None, :]
-            k = tl.load(k_ptr + run[:, None] + lane[None, :], inside, 0.0)
-            v = tl.load(v_ptr + run[:, None] + lane[None, :], inside, 0.0)
-        elif DIM != LANES:
-            k = tl.load(k_ptr + run[:, None] + lane[None, :], (lane < DIM)[None, :], 0.0)
-            v = tl.load(v_ptr + run[:, None] + lane[None, :], (lane < DIM)[None, :], 0.0)
-        else:
-            k = tl.load(k_ptr + run[:, None] + lane[None, :])
-            v = tl.load(v_ptr + run[:, None] + lane[None, :])
+        run = runs_of(block, token % BLOCK_SIZE, kv_head, NUM_KV_HEADS, BLOCK_SIZE, DIM)
+        k = load_tile(k_ptr, run, token < length, DIM, LANES, MASKED)
+        v = load_tile(v_ptr, run, token < length, DIM, LANES, MASKED)
         k, v = k.to(q.dtype), v.to(q.dtype)  # from 8 bits, where the cache has them
-        block = tl.load(table + (token + TILE) // BLOCK_SIZE, token + TILE < length, 0)
-        scores = tl.dot(q, k.trans()) * scale
-        if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        block = blocks_of(table, token + TILE, length, BLOCK_SIZE)
+        scores = capped(tl.dot(q, k.trans()) * scale, softcap, SOFTCAP)
         if MASKED:
             seen = token[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (token[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        if MASKED:
-            # A row may see nothing of a tile: -inf - -inf must not become NaN.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        else:
-            base = new_top
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        values = tl.dot(weights.to(v.dtype), v, values * decay[:, None])
-        top = new_top
+        top, total, values = add_tile(scores, v, top, total, values, MASKED)  # a row may see nothing of a masked tile
     return top, total, values
 
 
 @triton.jit
-def _find(starts_ptr, tile, sequences, origin, TOKENS: tl.constexpr, STEPS: tl.constexpr):
+def find_sequence(starts_ptr, tile, sequences, origin, TOKENS: tl.constexpr, STEPS: tl.constexpr):
     """The sequence whose query tiles include `tile`, by bisection: sequence n's begin at (starts[n] - origin) // TOKENS + n.
 
     origin: starts[0]. Tokens before it are nobody's, and get no tiles.
@@ -88,7 +68,7 @@ def _paged_prefill(
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
     origin = tl.load(starts_ptr)
-    sequence = _find(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
+    sequence = find_sequence(starts_ptr, tile, sequences, origin, TOKENS, STEPS)
     begin = tl.load(starts_ptr + sequence)
     queries = tl.load(starts_ptr + sequence + 1) - begin
     first = (tile - (begin - origin) // TOKENS - sequence) * TOKENS
@@ -118,9 +98,7 @@ def _paged_prefill(
         plain_start = tl.maximum((stop - WINDOW + TILE - 1) // TILE * TILE, start)
         plain_start = tl.minimum(plain_start, tl.maximum(plain_stop, start))
         plain_stop = tl.maximum(plain_stop, plain_start)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, LANES), tl.float32)
+    top, total, values = nothing_seen(ROWS, LANES)
     if WINDOW > 0:
         top, total, values = _steps(
             q, k_ptr, v_ptr, table, kv_head, position, length, start, plain_start, top, total, values, scale, softcap,

@@ -19,7 +19,7 @@ ROWS = 128  # query rows of a program, half for each consumer
 
 @gluon.jit
 def _find(starts_ptr, tile, sequences, origin, TOKENS: gl.constexpr, STEPS: gl.constexpr):
-    """The sequence whose query tiles include `tile`: prefill._find."""
+    """The sequence whose query tiles include `tile`: prefill.find_sequence."""
     low = tile * 0
     high = low + sequences
     for _ in gl.static_range(STEPS):

@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.cutoffs import GREEDY_BELOW, CutoffWorkspace, cutoff_workspace, find_cutoffs
+from pagecast_kernels.cutoffs import CutoffWorkspace, cutoff_workspace, find_cutoffs
+from pagecast_kernels.noise import bits_from, key_of, noisy, scale_of
+from pagecast_kernels.shares import arrives_last
 
 _MOST_NOISE = tl.constexpr(16.7)  # more than -log(-log u) of the largest u, 1 - 2⁻²⁴
 _TILE = 2048  # logits a step of `_choose`
@@ -37,16 +39,6 @@ def sample_workspace(max_rows: int, device: torch.device | str) -> SampleWorkspa
 
 
 @triton.jit
-def _bits(seed, sequence, position, start, QUADS: tl.constexpr):
-    """The 23 random bits of 4 · QUADS tokens from `start`, a multiple of 4: reference.gumbel_noise."""
-    quad = (start // 4 + tl.arange(0, QUADS)).to(tl.uint32)
-    none = quad * 0
-    w0, w1, w2, w3 = tl.philox(seed, none + position.to(tl.uint32), none + sequence.to(tl.uint32), quad, none)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (4 * QUADS,))
-    return (words >> 9).to(tl.int32)
-
-
-@triton.jit
 def _choose(
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, drawn_ptr, out_ptr,
     counters_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,
@@ -54,15 +46,13 @@ def _choose(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + row.to(tl.int64) * stride
-    temperature = tl.load(temperature_ptr + row)
-    random = (temperature >= GREEDY_BELOW) & (tl.load(top_k_ptr + row) != 1)
+    random, inverse = scale_of(temperature_ptr, top_k_ptr, row)
     cutoff = tl.full((), float("-inf"), tl.float32)
     if FILTERED:
         if tl.load(drawn_ptr + row) > 0:
             return
         cutoff = tl.load(cutoffs_ptr + row)
-    seed, sequence, position = tl.load(seeds_ptr + row), tl.load(sequence_ptr + row), tl.load(positions_ptr + row)
-    inverse = 1.0 / tl.where(random, temperature, 1.0)
+    seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
     column = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     best_id = tl.zeros((TILE,), tl.int32)
@@ -78,11 +68,11 @@ def _choose(
         if random:
             x = x * inverse
             if tl.max(x, 0) + _MOST_NOISE > leader:
-                bits = _bits(seed, sequence, position, start, TILE // 4)
+                bits = bits_from(seed, sequence, position, start, TILE // 4)
                 # -log u >= 1 - u, so -log(1 - u) bounds the noise from above: few tiles need the exact one.
                 bound = x - tl.log2((8388607 - bits).to(tl.float32) + 0.5) * 0.6931471805599453 + (15.942385152878742 + 1e-3)
                 if tl.max(bound, 0) > leader:
-                    score = x - tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
+                    score = noisy(x, bits)
                     best_id = tl.where(score > best, start + column, best_id)
                     best = tl.maximum(best, score)
                     leader = tl.maximum(leader, tl.max(score, 0))
@@ -96,7 +86,7 @@ def _choose(
     tl.store(best_ptr + row * SLICES + part, top)
     tl.store(best_ids_ptr + row * SLICES + part, token)
     tl.debug_barrier()
-    if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == SLICES - 1:
+    if arrives_last(counters_ptr + row, 0, SLICES - 1):
         index = tl.arange(0, SLICES)
         tops = tl.load(best_ptr + row * SLICES + index, cache_modifier=".cg")
         tokens = tl.load(best_ids_ptr + row * SLICES + index, cache_modifier=".cg")

@@ -6,8 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.cutoffs import GREEDY_BELOW
-from pagecast_kernels.sampling import _bits
+from pagecast_kernels.noise import bits_from, key_of, noisy, scale_of
 
 _TILE = 2048
 
@@ -19,10 +18,8 @@ def _best_of_shard(
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + row.to(tl.int64) * stride
-    temperature = tl.load(temperature_ptr + row)
-    random = (temperature >= GREEDY_BELOW) & (tl.load(top_k_ptr + row) != 1)
-    seed, sequence, position = tl.load(seeds_ptr + row), tl.load(sequence_ptr + row), tl.load(positions_ptr + row)
-    inverse = 1.0 / tl.where(random, temperature, 1.0)
+    random, inverse = scale_of(temperature_ptr, top_k_ptr, row)
+    seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
     column = tl.arange(0, TILE)
     best = tl.full((TILE,), float("-inf"), tl.float32)
     best_id = tl.zeros((TILE,), tl.int32)
@@ -32,8 +29,7 @@ def _best_of_shard(
         x = tl.load(logits + start + column, start + column < end, float("-inf")).to(tl.float32)
         broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
         if random:
-            bits = _bits(seed, sequence, position, first + start, TILE // 4)
-            x = x * inverse - tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
+            x = noisy(x * inverse, bits_from(seed, sequence, position, first + start, TILE // 4))
         best_id = tl.where(x > best, first + start + column, best_id)
         best = tl.maximum(best, x)
     best = tl.where(tl.max(broken, 0) > 0, float("inf"), best + 0.0)

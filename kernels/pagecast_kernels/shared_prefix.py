@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.decode import DecodeWorkspace, PrefixResults, _attend, decode_workspace, paged_decode
+from pagecast_kernels.decode import DecodeWorkspace, PrefixResults, attend, decode_workspace, paged_decode
+from pagecast_kernels.online_softmax import nothing_seen
 
 ROWS = 128  # query rows of a program: sequences times the heads that share a KV head
 _TILE, _WARPS, _STAGES = 64, 8, 3
@@ -87,10 +88,8 @@ def _attend_prefix(
         share = (tiles + SPLITS - 1) // SPLITS
         first = split * share
         tiles = tl.maximum(tl.minimum(share, tiles - first), 0)
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        values = tl.zeros((ROWS, LANES), tl.float32)
-        top, total, values = _attend(
+        top, total, values = nothing_seen(ROWS, LANES)
+        top, total, values = attend(
             q, k_ptr, v_ptr, table, kv_head, length, first * TILE, tiles, scale, softcap, top, total, values,
             ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, 0, SOFTCAP, TILE, STAGES,
         )  # fmt: skip

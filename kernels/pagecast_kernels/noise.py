@@ -1,0 +1,49 @@
+"""The random part of sampling, of a row of logits: what decides a draw, Philox bits for each token, and Gumbel noise from them."""
+
+import triton
+import triton.language as tl
+
+GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
+
+
+@triton.jit
+def scale_of(temperature_ptr, top_k_ptr, row):
+    """(whether a row is drawn at random, what its logits are multiplied by)."""
+    temperature = tl.load(temperature_ptr + row)
+    random = (temperature >= GREEDY_BELOW) & (tl.load(top_k_ptr + row) != 1)
+    return random, 1.0 / tl.where(random, temperature, 1.0)
+
+
+@triton.jit
+def key_of(seeds_ptr, sequence_ptr, positions_ptr, row):
+    """(seed, sequence, position): what a row's random bits are a function of, beside the token."""
+    return tl.load(seeds_ptr + row), tl.load(sequence_ptr + row), tl.load(positions_ptr + row)
+
+
+@triton.jit
+def _words(seed, sequence, position, quad):
+    """The four Philox words of tokens 4 · quad to 4 · quad + 3: reference.gumbel_noise."""
+    none = quad * 0
+    return tl.philox(seed, none + position.to(tl.uint32), none + sequence.to(tl.uint32), quad, none)
+
+
+@triton.jit
+def bits_from(seed, sequence, position, start, QUADS: tl.constexpr):
+    """The 23 random bits of 4 · QUADS tokens from `start`, a multiple of 4."""
+    w0, w1, w2, w3 = _words(seed, sequence, position, (start // 4 + tl.arange(0, QUADS)).to(tl.uint32))
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (4 * QUADS,))
+    return (words >> 9).to(tl.int32)
+
+
+@triton.jit
+def bits_of(seed, sequence, position, ids):
+    """The 23 random bits of each of some tokens, wherever they are."""
+    w0, w1, w2, w3 = _words(seed, sequence, position, (ids // 4).to(tl.uint32))
+    word = tl.where(ids % 4 == 0, w0, tl.where(ids % 4 == 1, w1, tl.where(ids % 4 == 2, w2, w3)))
+    return (word >> 9).to(tl.int32)
+
+
+@triton.jit
+def noisy(x, bits):
+    """x with Gumbel noise: -log(-log u) of u = (bits + 0.5) · 2⁻²³."""
+    return x - tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))

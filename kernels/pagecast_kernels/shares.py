@@ -1,0 +1,80 @@
+"""How decode's work is shared (stream-K): programs take equal contiguous shares of a list of KV tiles, cut wherever they fall.
+
+What falls to one program is written at once. Otherwise each program leaves its part in scratch memory, two slots a program: its second
+slot holds the part of what begins in its share, its first that of what began before.
+"""
+
+import triton
+import triton.language as tl
+
+from pagecast_kernels.online_softmax import add_parts, nothing_seen
+
+
+@triton.jit
+def share_of(program, programs, tiles):
+    """(first tile, end, share, extra): the first `extra` programs take share + 1 tiles, the others share."""
+    share, extra = tiles // programs, tiles % programs
+    begin = program * share + tl.minimum(program, extra)
+    return begin, begin + share + (program < extra).to(tl.int32), share, extra
+
+
+@triton.jit
+def owner(tile, share, extra):
+    """The program that a tile falls to."""
+    early = tile // (share + 1)
+    late = (tile - extra * (share + 1)) // tl.maximum(share, 1) + extra
+    return tl.where(tile < extra * (share + 1), early, late)
+
+
+@triton.jit
+def sequence_of(tile, tiles):
+    """(the sequence that a tile belongs to, that sequence's first tile), of sequences with so many `tiles` each."""
+    ends = tl.cumsum(tiles, 0)
+    return tl.sum((ends <= tile).to(tl.int32), 0), tl.max(tl.where(ends <= tile, ends, 0), 0)
+
+
+@triton.jit
+def arrives_last(counter, first, last):
+    """Say that this program's results are written; whether it is the last of programs first..last to say so.
+
+    A `tl.debug_barrier()` goes before, so that every thread's stores come before the arrival; the last one's loads must bypass L1,
+    which does not see other processors' writes.
+    """
+    return tl.atomic_add(counter, 1, sem="acq_rel") == last - first
+
+
+@triton.jit
+def store_part(parts_ptr, stats_ptr, slot, top, total, values, row, lane, inside, held, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Leave a part: parts float32[slots, GROUP, DIM], stats float32[slots, 2, GROUP] (maxima, sums)."""
+    slot = slot.to(tl.int64)
+    stat = stats_ptr + slot * (2 * GROUP) + row
+    tl.store(stat, top, inside)
+    tl.store(stat + GROUP, total, inside)
+    tl.store(parts_ptr + slot * (GROUP * DIM) + row[:, None] * DIM + lane[None, :], values, held)
+
+
+@triton.jit
+def add_shares(
+    parts_ptr, stats_ptr, first_program, last_program, lane,
+    GROUP: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
+    """(total, values [OWN, lanes]) of the parts that programs first..last left of one thing, added in that order, PARTS at a time.
+
+    OWN: GROUP's next power of two. MASKED: lanes may lie past DIM. CACHE: how to load.
+    """
+    row, index = tl.arange(0, OWN), tl.arange(0, PARTS)
+    top, total, values = nothing_seen(OWN, lane.shape[0])
+    for start in range(first_program, last_program + 1, PARTS):
+        program = start + index
+        slot = 2 * program + (program == first_program).to(tl.int32)
+        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
+        stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
+        part_top = tl.load(stat, held, float("-inf"), cache_modifier=CACHE)
+        part_total = tl.load(stat + GROUP, held, 0.0, cache_modifier=CACHE)
+        part = parts_ptr + slot[:, None, None] * (GROUP * DIM) + row[None, :, None] * DIM + lane[None, None, :]
+        if MASKED:
+            part_values = tl.load(part, held[:, :, None] & (lane < DIM)[None, None, :], 0.0, cache_modifier=CACHE)
+        else:
+            part_values = tl.load(part, held[:, :, None], 0.0, cache_modifier=CACHE)
+        top, total, values = add_parts(part_top, part_total, part_values, top, total, values)
+    return total, values
