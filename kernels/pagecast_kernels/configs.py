@@ -1,6 +1,8 @@
-"""Launch tables: how each kernel is launched, as a pure function of shapes and of the device's processor count.
+"""Launch tables: how each kernel is launched, as a pure function of shapes and of the device's processors and shared memory.
 
-No kernel is tuned while it serves. The figures come from `kernels/gpu_check.py` on an NVIDIA H200.
+No kernel is tuned while it serves. The figures come from `kernels/gpu_check.py` on an NVIDIA H200. GPUs whose programs may have less
+shared memory than an H200's also have other tensor cores, whose operands and sums lie in registers: their launches are made so that
+they fit and do not spill, by `kernels/compile_check.py`, and are not measured.
 """
 
 import functools
@@ -10,9 +12,12 @@ from dataclasses import dataclass
 import torch
 
 _LOG2E = 1.4426950408889634
+PREFIX_ROWS = 128  # query rows of an item of shared_prefix: sequences times the heads that share a KV head
 MAX_SLICES = 32  # programs that may share a row of `sample`
 MAX_CUT_SLICES = 16  # programs that may share a row of `find_cutoffs`
 _PROGRAMS_PER_PROCESSOR = 4  # the most that any decode launch uses
+_KIB = 1024
+_MUCH = 227 * _KIB  # of shared memory: what the measured launches may use
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,10 @@ class Experts:
     stages: int
 
 
+class TooLargeError(ValueError):
+    """No launch of a kernel fits the device's shared memory."""
+
+
 @functools.cache
 def is_hopper(device: torch.device | str) -> bool:
     """Whether the device has Hopper's tensor copy engine and warpgroup products (compute capability 9.0)."""
@@ -80,12 +89,28 @@ def processors(device: torch.device | str) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def shared_memory_of(arch: int) -> int:
+    """Bytes of shared memory that one program may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
+    return {80: 163 * _KIB, 87: 163 * _KIB, 90: _MUCH, 100: _MUCH, 103: _MUCH}.get(arch, 99 * _KIB)
+
+
+@functools.cache
+def shared_memory(device: torch.device | str) -> int:
+    """Bytes of shared memory that one program may have on the device; as on an H200 on the CPU, where the interpreter stands in."""
+    if torch.device(device).type != "cuda":
+        return _MUCH
+    major, minor = torch.cuda.get_device_capability(device)
+    return shared_memory_of(10 * major + minor)
+
+
 def max_decode_programs(device: torch.device | str) -> int:
     return _PROGRAMS_PER_PROCESSOR * processors(device)
 
 
 def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str, scaled: bool = False) -> Decode:
     """Launch of paged_decode for query groups of `group` heads. scaled: over a cache of 8 bits, whose tiles take half the memory."""
+    if shared_memory(device) < _MUCH:
+        return _small_decode(head_dim, device)
     if head_dim > 128 or group > 16:
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
     if scaled:
@@ -95,8 +120,16 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
     return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= 64 else 3) * processors(device))
 
 
+def _small_decode(head_dim: int, device: torch.device | str) -> Decode:
+    """Both decodes where there is less shared memory than an H200 has: two programs fit a processor."""
+    stages = 3 if head_dim <= 128 and shared_memory(device) > 99 * _KIB else 2
+    return Decode(tile=32, warps=4, stages=stages, programs=2 * processors(device))
+
+
 def decode_flat(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
     """Launch of decode_flat.paged_decode; the tile is the same for every batch."""
+    if shared_memory(device) < _MUCH:
+        return _small_decode(head_dim, device)
     if batch * num_kv_heads <= 8:
         return Decode(tile=64, warps=4, stages=4, programs=processors(device))
     if batch * num_kv_heads <= 64:
@@ -108,13 +141,26 @@ HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)
 """Where prefill_hopper.suits: 1.13 to 1.15 times FlashAttention 3 on an H200 at 1 x 8,192."""
 
 
-def prefill(head_dim: int, itemsize: int = 2) -> Prefill:
+def prefill(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Prefill:
     """Launch of paged_prefill over values of `itemsize` bytes. Tiles of four-byte values are small: 227 KiB of shared memory hold them."""
+    if shared_memory(device) < _MUCH:
+        if itemsize > 2 or head_dim > 128:
+            return Prefill(rows=64 if itemsize == 2 else 32, tile=32 if itemsize == 2 else 16, warps=8, stages=2)
+        return Prefill(rows=128, tile=32 if head_dim > 64 else 64, warps=8, stages=3)
     if itemsize > 2:
         return Prefill(rows=64, tile=16 if head_dim > 128 else 32, warps=8, stages=2)
     if head_dim > 128:
         return Prefill(rows=128, tile=32, warps=8, stages=2)
     return Prefill(rows=128, tile=64, warps=8, stages=3)
+
+
+def shared_prefix(head_dim: int, device: torch.device | str) -> Prefill:
+    """Launch of the prefix's part of shared_prefix.paged_decode_shared. rows: PREFIX_ROWS, or a fraction of them."""
+    if shared_memory(device) < _MUCH:
+        return Prefill(rows=PREFIX_ROWS // 2, tile=32, warps=8, stages=2)
+    if head_dim > 128:
+        return Prefill(rows=PREFIX_ROWS, tile=16, warps=8, stages=2)
+    return Prefill(rows=PREFIX_ROWS, tile=64, warps=8, stages=3)
 
 
 def experts(pairs: int, count: int) -> tuple[Experts, Experts]:
@@ -158,21 +204,31 @@ def latent_groups(heads: int, most: int) -> int:
     return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= most)
 
 
+def _small_latents(device: torch.device | str, itemsize: int) -> bool:
+    """Whether tiles of latents must be small. Of 512 float32 each, the smallest tile and its queries take 100 KiB."""
+    if itemsize > 2 and shared_memory(device) <= 99 * _KIB:
+        raise TooLargeError("latent attention over float32 needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits")
+    return shared_memory(device) < _MUCH
+
+
 LATENT_DECODE_HEADS = 32
 """Most heads of a tile of latent_decode: of 64, values and parts no longer fit a program's registers."""
 
 
 def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> LatentDecode:
-    """Launch of latent.latent_decode for groups of so many heads, over values of `itemsize` bytes."""
+    """Launch of latent.latent_decode for groups of so many heads, over values of `itemsize` bytes. Raises TooLargeError."""
+    small = _small_latents(device, itemsize)
     if itemsize > 2:
         return LatentDecode(rows=32 if group > 16 else 16, tile=16, warps=8, stages=2, programs=processors(device))
     if group > 16:
-        return LatentDecode(rows=32, tile=32, warps=8, stages=3, programs=processors(device))
+        return LatentDecode(rows=32, tile=32, warps=8, stages=2 if small else 3, programs=processors(device))
     return LatentDecode(rows=16, tile=64, warps=4, stages=2, programs=2 * processors(device))
 
 
-def latent_prefill(itemsize: int) -> Prefill:
-    """Launch of latent.latent_prefill over values of `itemsize` bytes."""
+def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:
+    """Launch of latent.latent_prefill over values of `itemsize` bytes. Raises TooLargeError."""
+    if _small_latents(device, itemsize):
+        return Prefill(rows=32 if itemsize == 2 else 16, tile=32 if itemsize == 2 else 16, warps=8, stages=2)
     return Prefill(rows=32, tile=16, warps=8, stages=2) if itemsize > 2 else Prefill(rows=64, tile=32, warps=8, stages=2)
 
 

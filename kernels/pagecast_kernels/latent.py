@@ -243,7 +243,7 @@ def latent_prefill(
     out = torch.zeros_like(q_latent) if out is None else out
     if not tokens or not sequences:
         return out
-    config = configs.latent_prefill(q_latent.element_size()) if config is None else config
+    config = configs.latent_prefill(q_latent.device, q_latent.element_size()) if config is None else config
     groups = configs.latent_groups(heads, config.rows)
     group = heads // groups
     per_tile = max(config.rows // group, 1)

@@ -150,7 +150,7 @@ def paged_prefill(
 
         if config is None and prefill_hopper.suits(q, k_cache, window, softcap):
             config = configs.HOPPER_PREFILL
-    config = configs.prefill(dim, q.element_size()) if config is None else config
+    config = configs.prefill(dim, q.device, q.element_size()) if config is None else config
     if isinstance(config, configs.HopperPrefill):
         return prefill_hopper.launch(
             q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, scale, max_query_len, out, config

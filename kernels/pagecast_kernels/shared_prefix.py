@@ -15,9 +15,6 @@ from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace, PrefixResults, attend, decode_workspace, paged_decode
 from pagecast_kernels.online_softmax import nothing_seen
 
-ROWS = 128  # query rows of a program: sequences times the heads that share a KV head
-_TILE, _WARPS, _STAGES = 64, 8, 3
-
 
 @dataclass(frozen=True)
 class SharedPrefixes:
@@ -44,7 +41,7 @@ class SharedWorkspace:
 
 
 def seqs_per_item(num_heads: int, num_kv_heads: int) -> int:
-    return max(ROWS // (num_heads // num_kv_heads), 1)
+    return max(configs.PREFIX_ROWS // (num_heads // num_kv_heads), 1)
 
 
 def max_items(batch: int, num_heads: int, num_kv_heads: int) -> int:
@@ -70,14 +67,17 @@ def shared_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim:
 def _attend_prefix(
     q_ptr, k_ptr, v_ptr, table_ptr, members_ptr, items_ptr, parts_ptr, stats_ptr, table_stride, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, PIECES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    # An item's query rows may be too many for one program: PIECES of ROWS each.
     item, split = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(1)
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     count = tl.load(items_ptr + 4 * item + 1)
     if count > 0:
         start, length, table_row = tl.load(items_ptr + 4 * item), tl.load(items_ptr + 4 * item + 2), tl.load(items_ptr + 4 * item + 3)
         row, lane = tl.arange(0, ROWS), tl.arange(0, LANES)
+        if PIECES > 1:
+            row += tl.program_id(2) * ROWS
         inside = row // GROUP < count
         member = tl.load(members_ptr + start + row // GROUP, inside, 0).to(tl.int64)
         head_row = (member * NUM_KV_HEADS + kv_head) * GROUP + row % GROUP
@@ -110,10 +110,12 @@ def paged_decode_shared(
     splits = prefix_splits(batch, num_heads, num_kv_heads, q.device)
     work = shared_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
     factor, cap = configs.score_scale(scale, softcap)
-    _attend_prefix[(shared.items.shape[0] * num_kv_heads, splits)](
+    first = configs.shared_prefix(dim, q.device)
+    pieces = triton.cdiv(max(configs.PREFIX_ROWS, group), first.rows)
+    _attend_prefix[(shared.items.shape[0] * num_kv_heads, splits, pieces)](
         q, k_cache, v_cache, block_table, shared.members, shared.items, work.parts, work.stats, block_table.stride(0), factor, cap,
-        num_kv_heads, group, block_size, dim, cap != 0.0, max(ROWS, triton.next_power_of_2(group)), triton.next_power_of_2(dim),
-        _TILE if dim <= 128 else 16, _STAGES if dim <= 128 else 2, splits, num_warps=_WARPS,
+        num_kv_heads, group, block_size, dim, cap != 0.0, first.rows, pieces, triton.next_power_of_2(dim), first.tile, first.stages,
+        splits, num_warps=first.warps,
     )  # fmt: skip
     return paged_decode(
         q, k_cache, v_cache, block_table, rows, seq_lens, scale, softcap=softcap, workspace=work.scratch, out=out, config=config,
