@@ -74,7 +74,7 @@ def compile_only(arch: int) -> list[Any]:
 
     jit.JITFunction.run = run
     configs.processors = lambda device: 132
-    configs.shared_memory = lambda device: configs.shared_memory_of(arch)
+    configs.arch = lambda device: arch
     return compiled
 
 
@@ -358,7 +358,7 @@ def main() -> int:
         compiled.clear()
         try:
             launch()
-        except configs.TooLargeError as error:
+        except configs.UnsupportedError as error:
             print(f"{name}: refused, {error}")
             continue
         except Exception as error:

@@ -126,7 +126,7 @@ def compile_every(part: int, parts: int, arch: int, processors: int) -> list[Any
 
     driver.set_active(_NamedGpu(arch))
     configs.processors = lambda device: processors  # type: ignore[assignment]
-    configs.shared_memory = lambda device: configs.shared_memory_of(arch)  # type: ignore[assignment]
+    configs.arch = lambda device: arch  # type: ignore[assignment]
     configs.is_hopper = lambda device: arch == 90  # type: ignore[assignment]
     launch = jit.JITFunction.run
     seen: dict[object, int] = {}

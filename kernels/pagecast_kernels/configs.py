@@ -71,8 +71,8 @@ class Experts:
     stages: int
 
 
-class TooLargeError(ValueError):
-    """No launch of a kernel fits the device's shared memory."""
+class UnsupportedError(ValueError):
+    """A kernel that the device cannot run: a number format that it does not have, more shared memory than it gives."""
 
 
 @functools.cache
@@ -95,12 +95,23 @@ def shared_memory_of(arch: int) -> int:
 
 
 @functools.cache
-def shared_memory(device: torch.device | str) -> int:
-    """Bytes of shared memory that one program may have on the device; as on an H200 on the CPU, where the interpreter stands in."""
+def arch(device: torch.device | str) -> int:
+    """The device's compute capability, 90 for 9.0; an H200's on the CPU, where the interpreter stands in."""
     if torch.device(device).type != "cuda":
-        return _MUCH
+        return 90
     major, minor = torch.cuda.get_device_capability(device)
-    return shared_memory_of(10 * major + minor)
+    return 10 * major + minor
+
+
+def shared_memory(device: torch.device | str) -> int:
+    """Bytes of shared memory that one program may have on the device."""
+    return shared_memory_of(arch(device))
+
+
+def check_e4m3(device: torch.device | str) -> None:
+    """Raises UnsupportedError where the GPU converts no values of e4m3."""
+    if arch(device) < 89:
+        raise UnsupportedError(f"values of e4m3 need a GPU of compute capability 8.9 or more, this one has {arch(device) / 10}")
 
 
 def max_decode_programs(device: torch.device | str) -> int:
@@ -207,7 +218,7 @@ def latent_groups(heads: int, most: int) -> int:
 def _small_latents(device: torch.device | str, itemsize: int) -> bool:
     """Whether tiles of latents must be small. Of 512 float32 each, the smallest tile and its queries take 100 KiB."""
     if itemsize > 2 and shared_memory(device) <= 99 * _KIB:
-        raise TooLargeError("latent attention over float32 needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits")
+        raise UnsupportedError("latent attention over float32 needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits")
     return shared_memory(device) < _MUCH
 
 
@@ -216,7 +227,7 @@ LATENT_DECODE_HEADS = 32
 
 
 def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> LatentDecode:
-    """Launch of latent.latent_decode for groups of so many heads, over values of `itemsize` bytes. Raises TooLargeError."""
+    """Launch of latent.latent_decode for groups of so many heads, over values of `itemsize` bytes. Raises UnsupportedError."""
     small = _small_latents(device, itemsize)
     if itemsize > 2:
         return LatentDecode(rows=32 if group > 16 else 16, tile=16, warps=8, stages=2, programs=processors(device))
@@ -226,7 +237,7 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:
-    """Launch of latent.latent_prefill over values of `itemsize` bytes. Raises TooLargeError."""
+    """Launch of latent.latent_prefill over values of `itemsize` bytes. Raises UnsupportedError."""
     if _small_latents(device, itemsize):
         return Prefill(rows=32 if itemsize == 2 else 16, tile=32 if itemsize == 2 else 16, warps=8, stages=2)
     return Prefill(rows=32, tile=16, warps=8, stages=2) if itemsize > 2 else Prefill(rows=64, tile=32, warps=8, stages=2)

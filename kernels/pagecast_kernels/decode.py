@@ -246,6 +246,7 @@ def paged_decode(
         raise ValueError(f"sequences cannot share a prefix under a window of {window} tokens, nor in a cache of bytes")
     before = (None, None, None) if prefix is None else (prefix.skip, prefix.parts, prefix.stats)
     if k_scale is not None:
+        configs.check_e4m3(q.device)
         k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     _paged_decode[(config.programs,)](
         q, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.counters, workspace.parts, workspace.stats, *before,

@@ -150,6 +150,8 @@ def paged_prefill(
 
         if config is None and prefill_hopper.suits(q, k_cache, window, softcap):
             config = configs.HOPPER_PREFILL
+    if k_scale is not None:
+        configs.check_e4m3(q.device)
     config = configs.prefill(dim, q.device, q.element_size()) if config is None else config
     if isinstance(config, configs.HopperPrefill):
         return prefill_hopper.launch(

@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
+from pagecast_kernels import configs
 from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -56,7 +58,15 @@ def _bytes(fp8: bool, bf16: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
+def _nibbles_before_hopper() -> str:
+    """The same where bfloat16 cannot be subtracted: t · 1 + -bias, rounded once like t - bias."""
+    constants = ".reg .b32 one, less;\nmov.b32 one, 0x3f803f80;\nxor.b32 less, $10, 0x80008000;\n"
+    text = _nibbles().replace(".reg .b32 a, b, t;\n", ".reg .b32 a, b, t;\n" + constants)
+    return text.replace("sub.rn.bf16x2", "fma.rn.bf16x2").replace("t, $10;", "t, one, less;")
+
+
 _ASM_4_BF16, _ASM_4_F16 = tl.constexpr(_nibbles()), tl.constexpr(_halves())
+_ASM_4_BF16_BEFORE_HOPPER = tl.constexpr(_nibbles_before_hopper())
 _ASM_INT8_BF16, _ASM_INT8_F16 = tl.constexpr(_bytes(False, True)), tl.constexpr(_bytes(False, False))
 _ASM_FP8_BF16, _ASM_FP8_F16 = tl.constexpr(_bytes(True, True)), tl.constexpr(_bytes(True, False))
 
@@ -107,6 +117,10 @@ def _nibble_columns(p, zero, BF16: tl.constexpr, ASM: tl.constexpr):
             ((p >> 16 & 15).to(tl.float32) - z).to(dtype), ((p >> 20 & 15).to(tl.float32) - z).to(dtype),
             ((p >> 24 & 15).to(tl.float32) - z).to(dtype), ((p >> 28 & 15).to(tl.float32) - z).to(dtype),
         )  # fmt: skip
+    elif BF16 and not cuda_capability_geq(9, 0):
+        return tl.inline_asm_elementwise(
+            _ASM_4_BF16_BEFORE_HOPPER, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [p, zero], (tl.bfloat16,) * 8, is_pure=True, pack=2
+        )
     elif BF16:
         return tl.inline_asm_elementwise(
             _ASM_4_BF16, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [p, zero], (tl.bfloat16,) * 8, is_pure=True, pack=2
@@ -304,6 +318,8 @@ def packed_product(
     """
     if gated != weight.paired:
         raise ValueError(f"gated must be {weight.paired} as the weight is packed, got {gated}")
+    if weight.kind == "fp8":
+        configs.check_e4m3(x.device)
     rows, columns = x.shape
     width = weight.rows // 2 if gated else weight.rows
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device) if out is None else out
@@ -366,6 +382,8 @@ def _unpack_tiles(
 
 def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
     """De-quantize into out [rows, columns], contiguous. See quantized_weights.dequantized."""
+    if weight.kind == "fp8":
+        configs.check_e4m3(out.device)
     row_tiles, column_tiles, _ = weight.words.shape
     _unpack_tiles[(row_tiles, column_tiles)](
         weight.words, weight.scales, weight.zeros, out, weight.rows, weight.columns, weight.scales.stride(0), column_tiles,

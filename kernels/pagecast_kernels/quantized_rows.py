@@ -52,6 +52,8 @@ def _quantize_rows(
 def _launch(
     x: Tensor, dtype: torch.dtype, width: int, residual: Tensor | None, weight: Tensor | None, eps: float, gate: bool
 ) -> tuple[Tensor, Tensor]:
+    if dtype == torch.float8_e4m3fn:
+        configs.check_e4m3(x.device)
     rows = x.shape[0]
     out = torch.empty((rows, width), dtype=dtype, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)

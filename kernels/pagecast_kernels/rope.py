@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagecast_kernels import configs
+
 _HEADS = 8
 
 
@@ -117,6 +119,8 @@ def rope_and_write_kv(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """See reference.rope_and_write_kv. Rows of qkv may be strided; cos_sin, caches and out_q are contiguous."""
+    if k_scale is not None:
+        configs.check_e4m3(qkv.device)
     tokens, half = qkv.shape[0], head_dim // 2
     out_q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device) if out_q is None else out_q
     if tokens:

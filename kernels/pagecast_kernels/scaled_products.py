@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagecast_kernels import configs
 from pagecast_kernels.quantized_products import INTERPRETED, ProductConfig, SplitWorkspace, finish_split, split_workspace
 
 LIBRARY_FROM = 65
@@ -74,6 +75,8 @@ def scaled_product(
     """See reference_quantized.scaled_product. Everything is contiguous; config overrides the launch table, and the library."""
     (rows, depth), columns = x.shape, weight.shape[0]
     fp8 = weight.dtype == torch.float8_e4m3fn
+    if fp8:
+        configs.check_e4m3(x.device)
     fits = fp8 and dtype == torch.bfloat16 and depth % 16 == 0 and columns % 16 == 0
     if fits and config is None and rows >= LIBRARY_FROM and has_library(x.device):
         y = torch._scaled_mm(x, weight.t(), scale_a=x_scale[:, None], scale_b=weight_scale[None, :], out_dtype=dtype, use_fast_accum=True)

@@ -1,16 +1,45 @@
-"""Every kernel compiles for Hopper on a machine without one, none in attention spills, in a process where the interpreter is off."""
+"""Every kernel compiles for a GPU that is not there, fits its shared memory and none in attention spills; the interpreter is off for it."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from pagecast_kernels import configs
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_compile_for_sm_90() -> None:
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(("arch", "only"), [(90, ""), (89, "paged")])
+def test_kernels_compile(arch: int, only: str) -> None:
+    """All of them for Hopper; attention also for the GPUs whose programs may have least shared memory."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT / "kernels")
-    command = [sys.executable, str(ROOT / "kernels/compile_check.py"), "--arch", "90"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, str(ROOT / "kernels/compile_check.py"), "--arch", str(arch), "--only", only]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "paged_prefill" in done.stdout, done.stdout + done.stderr
+
+
+def test_launches_are_smaller_where_there_is_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_hopper = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 4, 128, "cpu"), configs.latent_prefill("cpu")
+    monkeypatch.setattr(configs, "arch", lambda device: 89)
+    small = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 4, 128, "cpu"), configs.latent_prefill("cpu")
+    for more, less in zip(of_hopper, small, strict=True):
+        assert less.tile * less.stages < more.tile * more.stages or less.rows < more.rows
+    with pytest.raises(configs.UnsupportedError, match="99: use 16 bits"):
+        configs.latent_prefill("cpu", torch.float32.itemsize)
+
+
+def test_an_unknown_gpu_has_the_least_shared_memory() -> None:
+    assert configs.shared_memory_of(75) == configs.shared_memory_of(121) == 99 * 1024 < configs.shared_memory_of(80)
+
+
+def test_a_gpu_without_e4m3_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs.check_e4m3("cpu")
+    monkeypatch.setattr(configs, "arch", lambda device: 80)
+    with pytest.raises(configs.UnsupportedError, match=r"8\.9 or more, this one has 8\.0"):
+        configs.check_e4m3("cpu")
