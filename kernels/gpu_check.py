@@ -26,6 +26,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 
 import compile_check  # noqa: E402
+import gpu_check_attention  # noqa: E402
 from ops import paged_case  # noqa: E402
 
 from pagecast_kernels import bench_cases, configs, decode, elementwise, logprobs, norms, prefill, reference, rope, sampling  # noqa: E402
@@ -283,7 +284,7 @@ def report(sources: list[tuple[Iterator[tuple[str, float]], float]]) -> int:
 
 
 def check(quick: bool) -> int:
-    attention = [(check_decode(), 8e-3), (check_prefill(), 8e-3), (check_launches(quick), 8e-3)]
+    attention = [(check_decode(), 8e-3), (check_prefill(), 8e-3), (check_launches(quick), 8e-3), (gpu_check_attention.check_all(), 8e-3)]
     return report([*attention, (check_small(), 6e-3), (check_sampling(), 0.04)])
 
 

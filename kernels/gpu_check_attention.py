@@ -1,0 +1,80 @@
+"""Numbers of the attention kernels that gpu_check.py does not launch: over a list of tiles, a shared prefix, latents.
+
+Outputs are poisoned with NaN before each check.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from ops import paged_case
+
+from pagecast_kernels import decode_flat, latent, reference, shared_prefix
+
+LENS = [1, 15, 16, 17, 0, 63, 64, 65, 700, 3000, 129]
+CHUNKS = [(1, 1), (17, 17), (640, 5), (333, 333), (0, 0), (1000, 400), (33, 32)]  # (seq_len, query_len)
+FLAT = (((32, 8, 128, 16), 0.0), ((9, 3, 64, 32), 0.0), ((8, 2, 96, 16), 20.0), ((8, 1, 128, 128), 0.0))  # shape, soft-cap
+Errors = Iterator[tuple[str, float]]
+
+
+def check_flat(device: str = "cuda", lens: list[int] = LENS) -> Errors:
+    """Twice with one workspace each: its counters must be zero again."""
+    for (heads, kv_heads, dim, size), softcap in FLAT:
+        for count in (1, len(lens)):
+            case = paged_case.make(dim + heads, lens[-count:], [1] * count, heads, kv_heads, dim, size, torch.bfloat16, device)
+            exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens, dim**-0.5)
+            want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, softcap=softcap)
+            work = decode_flat.step_workspace(count, heads, kv_heads, dim, device)
+            for call in ("first", "second"):
+                out = torch.full_like(case.q, float("nan"))
+                decode_flat.paged_decode(case.q, case.k_cache, case.v_cache, *tables, softcap=softcap, workspace=work, out=out)
+                yield f"flat {heads}/{kv_heads} d{dim} page{size} x{count} {call} call", paged_case.relative_error(out, want)
+            yield f"flat {heads}/{kv_heads} d{dim} counters", float(work.scratch.counters.any())
+
+
+def check_shared(device: str = "cuda", prefix: int = 128) -> Errors:
+    """Two thirds of the sequences begin with the same blocks, in more items than one where they are many."""
+    for heads, kv_heads, dim, count in ((32, 8, 128, 75), (9, 3, 64, 6), (4, 2, 256, 7)):
+        lens = [prefix + n % 70 if n % 3 else 5 + n for n in range(count)]
+        case = paged_case.make(dim, lens, [1] * count, heads, kv_heads, dim, 16, torch.bfloat16, device)
+        members = [n for n in range(count) if n % 3 and lens[n] > prefix]
+        as_ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)
+        first = case.rows[members].long()
+        case.block_table[first, : prefix // 16] = case.block_table[first[0], : prefix // 16].clone()
+        most, places = shared_prefix.seqs_per_item(heads, kv_heads), shared_prefix.max_items(count, heads, kv_heads)
+        items = [(n, min(most, len(members) - n), prefix, int(first[0])) for n in range(0, len(members), most)]
+        skip = [prefix if n in members else 0 for n in range(count)]
+        shared = shared_prefix.SharedPrefixes(
+            as_ints(skip), as_ints(members + [0] * (count - len(members))), as_ints(items + [(0, 0, 0, 0)] * (places - len(items)))
+        )  # fmt: skip
+        exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens, dim**-0.5)
+        out = torch.full_like(case.q, float("nan"))
+        shared_prefix.paged_decode_shared(case.q, case.k_cache, case.v_cache, *tables, shared, out=out)
+        want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables)
+        yield f"shared {heads}/{kv_heads} d{dim} x{count}", paged_case.relative_error(out, want)
+
+
+def check_latent(
+    device: str = "cuda", rank: int = 512, rope: int = 64, lens: list[int] = LENS, heads: tuple[int, ...] = (16, 128)
+) -> Errors:
+    """DeepSeek's latents, in groups of heads where these are many."""
+    for count in heads:
+        for kind, chunks in (("decode", [(n, 1) for n in lens]), ("prefill", [(n, min(q, n)) for n, q in CHUNKS if n <= max(lens)])):
+            seq_lens, query_lens = [list(x) for x in zip(*chunks)]
+            case = paged_case.make(count, seq_lens, query_lens, count, 1, rank + rope, 16, torch.bfloat16, device)
+            cut = lambda x, a, b: x[..., a:b].contiguous()
+            q, caches = (cut(case.q, 0, rank), cut(case.q, rank, rank + rope)), (cut(case.k_cache, 0, rope), cut(case.v_cache, 0, rank))
+            tables, out = (case.block_table, case.rows), torch.full_like(q[0], float("nan"))
+            wide = [x.double() for x in (*q, *caches)]
+            if kind == "decode":
+                latent.latent_decode(*q, *caches, *tables, case.seq_lens, 0.05, out=out)
+                want = reference.latent_decode(*wide, *tables, case.seq_lens, 0.05)
+            else:
+                last = (case.starts, case.seq_lens, 0.05)
+                latent.latent_prefill(*q, *caches, *tables, *last, max_query_len=max(query_lens), out=out)
+                want = reference.latent_prefill(*wide, *tables, *last, max_query_len=max(query_lens))
+            yield f"latent {kind} h{count}", paged_case.relative_error(out, want)
+
+
+def check_all() -> Errors:
+    for check in (check_flat, check_shared, check_latent):
+        yield from check()
