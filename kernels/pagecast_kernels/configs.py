@@ -233,7 +233,7 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
         return LatentDecode(rows=32 if group > 16 else 16, tile=16, warps=8, stages=2, programs=processors(device))
     if group > 16:
         return LatentDecode(rows=32, tile=32, warps=8, stages=2 if small else 3, programs=processors(device))
-    return LatentDecode(rows=16, tile=64, warps=4, stages=2, programs=2 * processors(device))
+    return LatentDecode(rows=16, tile=32 if small else 64, warps=4, stages=2, programs=2 * processors(device))
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:
