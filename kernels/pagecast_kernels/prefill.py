@@ -163,8 +163,7 @@ def paged_prefill(
     _paged_prefill[(tiles * num_kv_heads,)](
         q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, out, sequences, block_table.stride(0), factor, cap,
         k_scale, v_scale, num_kv_heads, group, block_size, dim, window, softcap != 0.0, k_scale is not None,
-        max(config.rows, triton.next_power_of_2(group)), per_tile,
-        triton.next_power_of_2(dim), config.tile, config.stages,
+        max(config.rows, triton.next_power_of_2(group)), per_tile, triton.next_power_of_2(dim), config.tile, config.stages,
         configs.log2_ceil(configs.lanes_for(sequences)) + 1, num_warps=config.warps,
     )  # fmt: skip
     return out
