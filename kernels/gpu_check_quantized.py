@@ -2,8 +2,8 @@
 
     PYTHONPATH=kernels:tests python kernels/gpu_check_quantized.py
 
-Products of every kind of packed weight, of 8-bit rows, rows that are quantized where they are made, and attention over a cache of e4m3.
-Prints what is wrong; exits 1 if anything is.
+Products of every kind of packed weight, also of experts, of 8-bit rows, rows that are quantized where they are made, and attention
+over a cache of e4m3. Prints what is wrong; exits 1 if anything is.
 """
 
 import itertools
@@ -14,10 +14,11 @@ import torch
 from gpu_check import report
 from ops import paged_case
 
-from pagecast_kernels import decode, prefill, quantized_products, quantized_rows, reference, scaled_products
+from pagecast_kernels import configs, decode, experts, prefill, quantized_products, quantized_rows, reference, scaled_products
 from pagecast_kernels import quantized_weights as weights
 from pagecast_kernels import reference_quantized as twin
 from pagecast_kernels.quantized_products import ProductConfig
+from pagecast_kernels.routing import Routing
 
 FP8 = torch.float8_e4m3fn
 
@@ -75,6 +76,51 @@ def check_scaled() -> Iterator[tuple[str, float]]:
             yield f"scaled_product {dtype} {count} {config}", paged_case.relative_error(got, exact)
 
 
+def check_experts() -> Iterator[tuple[str, float]]:
+    """Mixtures of packed and of scaled experts from one token to many, against the twins over the same bits in float64."""
+    generator, count, routing = torch.Generator(device="cuda").manual_seed(2), 16, Routing(4)
+    random = lambda *shape: torch.randn(shape, device="cuda", generator=generator)
+    sizes: tuple[tuple[int, int], ...] = ((512, 256), (576, 320))
+    kinds: tuple[tuple[weights.Kind, int, bool, bool], ...] = (
+        ("int4", 128, False, False), ("int4", 64, True, False), ("int4", 32, True, True), ("int8", 128, True, False),
+        ("fp8", 64, False, False), ("int4", 0, False, False),
+    )  # fmt: skip
+
+    def packed(kind: weights.Kind, rows: int, columns: int, group: int, zeros: bool, paired: bool, ordered: bool) -> weights.PackedExperts:
+        made, orders, top = [], [], 16 if kind == "int4" else 256
+        group = group if not group or columns % group == 0 else 64
+        for _ in range(count):
+            values = torch.randint(0, top, (rows, columns), device="cuda", generator=generator).to(torch.uint8)
+            if kind == "fp8":
+                values = random(rows, columns).mul(50).clamp(-448, 448).to(FP8).view(torch.uint8)
+            scales = torch.rand(rows, columns // group if group else 1, device="cuda", generator=generator) * 0.01 + 0.001
+            zero = torch.randint(0, top, scales.shape, device="cuda", generator=generator) if zeros else None
+            made.append(weights.pack(kind, values, scales, zero, group, paired))
+            orders.append(torch.randperm(columns, device="cuda", generator=generator) if ordered else None)
+        return weights.stacked(made, orders)
+
+    for (hidden, inner), (kind, group, zeros, ordered), tokens in itertools.product(sizes, kinds, (1, 40, 700)):
+        first = packed(kind, 2 * inner, hidden, group, zeros, True, ordered)
+        second = packed(kind, hidden, inner, group, zeros, False, ordered)
+        x, logits = random(tokens, hidden), random(tokens, count)
+        for dtype in (torch.bfloat16, torch.float16):
+            want = reference.mixture(x.to(dtype).double(), logits.double(), first, second, routing)
+            got = experts.mixture(x.to(dtype), logits, first, second, routing)
+            name = f"experts {kind} g{group} zeros {zeros} ordered {ordered} {hidden}x{inner} m{tokens} {dtype}"
+            yield name, paged_case.relative_error(got, want)
+    for dtype, tokens, rows in itertools.product((FP8, torch.int8), (1, 40, 700), (None, 16, 64)):
+        first, second = (
+            weights.ScaledExperts(values.view(count, n, k), scales.view(count, n))
+            for n, k in ((640, 512), (512, 320))
+            for values, scales in (twin.quantize_rows(random(count * n, k), dtype),)
+        )
+        x, logits = random(tokens, 512).bfloat16(), random(tokens, count)
+        config = None if rows is None else (configs.Experts(rows, 64, 128, 4, 3),) * 2
+        got = experts.mixture(x, logits, first, second, routing, config=config)
+        want = reference.mixture(x, logits, first, second, routing)
+        yield f"experts scaled {dtype} m{tokens} rows {rows}", paged_case.relative_error(got, want) / 4  # some fall to the other neighbour
+
+
 def check_cache() -> Iterator[tuple[str, float]]:
     lens, chunks = [1, 17, 0, 64, 900, 4000, *range(300, 340)], [900, 1, 64, 100]
     for heads, kv_heads, dim, size in ((32, 8, 128, 16), (9, 3, 64, 32), (8, 2, 96, 16)):
@@ -97,4 +143,4 @@ def check_cache() -> Iterator[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(report([(check_packed(), 4e-3), (check_scaled(), 6e-3), (check_cache(), 8e-3)])))
+    sys.exit(bool(report([(check_packed(), 4e-3), (check_scaled(), 6e-3), (check_experts(), 8e-3), (check_cache(), 8e-3)])))

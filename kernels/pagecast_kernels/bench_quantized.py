@@ -1,10 +1,12 @@
-"""All products of one decode step of an 8B model with quantized weights in one CUDA graph, every layer with weights of its own."""
+"""All products of one decode step of an 8B model with quantized weights in one CUDA graph, every layer with weights of its own; one
+layer's experts of Qwen3-30B-A3B in 4 and 8 bits beside 16."""
 
 import torch
 
-from pagecast_kernels import bench_cases, decode, quantized_products, quantized_rows, scaled_products
+from pagecast_kernels import bench_cases, bench_models, configs, decode, experts, quantized_products, quantized_rows, scaled_products
 from pagecast_kernels.bench_products import LAYERS, LLAMA_8B
-from pagecast_kernels.quantized_weights import PackedWeight, tile_columns
+from pagecast_kernels.quantized_weights import PackedExperts, PackedWeight, ScaledExperts, tile_columns
+from pagecast_kernels.routing import Routing
 
 ROWS = (1, 8, 16, 64, 128, 256)
 
@@ -45,6 +47,47 @@ def fp8_step(rows: int, weights: list[torch.Tensor], workspace: quantized_produc
     return step
 
 
+def packed_experts(rows: int, columns: int, paired: bool, device: str = "cuda") -> PackedExperts:
+    """int4 weights of random bits with groups of 128."""
+    count = bench_models.COUNT
+    words = torch.randint(-(2**31), 2**31, (count, rows // 64, columns // 128, 1024), dtype=torch.int32, device=device)
+    scales = torch.rand((count, columns // 128, rows), device=device) * 1e-2
+    return PackedExperts("int4", rows, columns, 128, words, scales, None, paired)
+
+
+def scaled_experts(rows: int, columns: int, device: str = "cuda") -> ScaledExperts:
+    """e4m3 weights of random bits that are numbers."""
+    values = torch.randint(0, 63, (bench_models.COUNT, rows, columns), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    return ScaledExperts(values, torch.rand((bench_models.COUNT, rows), device=device) * 1e-2)
+
+
+def expert_launches(kind: str, tokens: int, config: configs.Experts | None = None) -> list[bench_cases.Launch]:
+    """Launches of `mixture` of one layer's experts as "int4", "fp8" or "bf16", routing included. config: of both products."""
+    inner, hidden = bench_models.INNER, bench_models.HIDDEN
+    weights: tuple[experts.Weight, experts.Weight] = bench_models.expert_weights() if kind == "bf16" else (
+        (packed_experts(2 * inner, hidden, True), packed_experts(hidden, inner, False)) if kind == "int4"
+        else (scaled_experts(2 * inner, hidden), scaled_experts(hidden, inner))
+    )  # fmt: skip
+    work = experts.experts_workspace(bench_models.COUNT, "cuda")
+    both = None if config is None else (config, config)
+    return [
+        lambda x=x, logits=logits: experts.mixture(x, logits, *weights, Routing(bench_models.CHOSEN), workspace=work, config=both)
+        for x, logits in bench_models.expert_inputs(tokens)
+    ]
+
+
+def measure_experts() -> dict[str, float]:
+    """kernels.experts_<kind>.<tokens>.us, and the time of bf16 over it."""
+    found: dict[str, float] = {}
+    for tokens in (1, 16, 64, 256, 2048):
+        timed = bench_cases.alternate({kind: expert_launches(kind, tokens) for kind in ("bf16", "int4", "fp8")})
+        for kind in ("int4", "fp8"):
+            found[f"kernels.experts_{kind}.{tokens}.us"] = timed[kind]
+            found[f"kernels.experts_{kind}.{tokens}.ratio_bf16"] = timed["bf16"] / timed[kind]
+        print(f"experts {tokens:<6}", *(f"{kind} {us:.1f} us" for kind, us in timed.items()), flush=True)
+    return found
+
+
 def cache_ratio(lens: list[int]) -> float:
     """Time of paged_decode over a cache in 16 bits, over that with one of 8."""
     pool = bench_cases.Pool.make(sum(-(-n // bench_cases.BLOCK_SIZE) for n in lens))
@@ -69,6 +112,8 @@ def measure() -> dict[str, float]:
         found[f"kernels.decode_fp8.256x{length}.ratio_bf16"] = ratio
         print(f"decode 256x{length} over a cache of e4m3: {ratio:.2f} times as fast as in bf16", flush=True)
         torch.cuda.empty_cache()
+    found |= measure_experts()
+    torch.cuda.empty_cache()
     workspace = quantized_products.split_workspace("cuda")
     shapes = [(*shape, name == "gate_up") for _ in range(LAYERS) for name, shape in LLAMA_8B.items()]
     four = [packed("int4", n, k, paired=paired) for n, k, paired in shapes]

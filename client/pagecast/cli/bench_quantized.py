@@ -26,7 +26,9 @@ RATIOS = {
     "quantization.fp8_kv.256x1024.ratio_bf16": ("fp8_kv", "decode"),
 }  # fmt: skip
 """Time of bf16 over that of the variant, on a workload."""
-PARTS = ("8b", "memory", "70b")
+MIXTURE = {"bf16": {}, "int4": {"quantization": "int4"}, "fp8": {"quantization": "fp8"}}
+"""The same of a mixture of experts, on single and seed64."""
+PARTS = ("8b", "memory", "70b", "moe")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
         work = {load: sum(count for _, count in workloads.make(load)) for load in row}
         metrics |= {"throughput.llama70b-int4.single.pagecast.ms_per_token": 1e3 * row["single"] / work["single"]}
         metrics |= {"throughput.llama70b-int4.seed64.pagecast.out_tok_s": work["seed64"] / row["seed64"]}
+    if "moe" in parts:
+        rows = {name: _seconds("qwen3-30b-a3b", (options, ("single", "seed64")), args) for name, options in MIXTURE.items()}
+        for name, load in ((name, load) for name in ("int4", "fp8") for load in ("single", "seed64")):
+            metrics[f"quantization.moe.{name}.{load}.ratio_bf16"] = rows["bf16"][load] / rows[name][load]
     for key, value in metrics.items():
         print(f"{key:60} {value:10.3f}")
     print(results.write(args.results, "quantized", metrics, {"repetitions": args.repetitions}))
