@@ -21,7 +21,7 @@ MAX_TEXT = 300
 """Characters of a compiler's message that are passed on; it speaks of the caller's own constraint."""
 
 
-def fault(kind: str, text: str, opening: str, closing: str, tokenizer: LLTokenizer) -> str:
+def fault(kind: str, text: str, tokenizer: LLTokenizer, opening: str = "", closing: str = "") -> str:
     """What is wrong with a constraint; "" if it compiles and its first token exists."""
     try:
         grammar = grammar_of(Constraint(ConstraintKind[kind.upper()], text, opening, closing))
@@ -52,7 +52,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")
     for line in sys.stdin:
-        print(json.dumps(plain(fault(*json.loads(line), tokenizer))), flush=True)
+        kind, text, opening, closing = json.loads(line)
+        print(json.dumps(plain(fault(kind, text, tokenizer, opening, closing))), flush=True)
 
 
 if __name__ == "__main__":
