@@ -1,5 +1,5 @@
-"""For every test: what is drawn is drawn alike in every run, and whatever a server answers with an error, no word of it comes from
-the inside."""
+"""For every test: what is drawn is drawn alike in every run; whatever a server answers with an error, no word of it comes from the
+inside; and what it starts has an end."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
+import leftovers
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -57,3 +58,10 @@ def torch_draws_the_same() -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_is_left_behind() -> Iterator[None]:
+    """No process that a test has started outlives the run, nor a socket or port of one."""
+    yield
+    assert leftovers.wait_for_none() == []

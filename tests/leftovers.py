@@ -1,4 +1,4 @@
-"""What a test may leave behind: nothing. Finds processes that outlive their tests, and ZeroMQ contexts.
+"""What a test may leave behind: nothing. Finds processes that outlive their tests, and with them every socket and port they hold.
 
 Every process that a test starts, directly or not, inherits a variable of the test process's own; that finds also those whose parents
 have gone, and that hid behind a session of their own.
@@ -7,7 +7,6 @@ have gone, and that hid behind a session of their own.
 import os
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -45,29 +44,9 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
-def contexts() -> list[str]:
-    """ZeroMQ contexts of this process that were never ended, by their reaper threads."""
-    names = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            names.append((task / "comm").read_text().strip())
-        except OSError:
-            continue  # it has ended while we looked
-    return ["a ZeroMQ context"] * sum(name == "ZMQbg/Reaper" for name in names)
-
-
-def everything() -> list[str]:
-    return [*processes(), *contexts()]
-
-
-def wait_for_none(before: list[str], look: Callable[[], list[str]] = everything, patience_s: float = PATIENCE_S) -> list[str]:
-    """What is there beyond `before`, once that has had its time to go."""
+def wait_for_none(patience_s: float = PATIENCE_S) -> list[str]:
+    """What is there once all has had its time to go."""
     until = time.monotonic() + patience_s
-    while True:
-        now = look()
-        for line in before:
-            if line in now:
-                now.remove(line)
-        if not now or time.monotonic() > until:
-            return now
+    while (now := processes()) and time.monotonic() < until:
         time.sleep(0.1)
+    return now

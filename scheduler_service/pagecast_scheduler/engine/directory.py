@@ -16,6 +16,7 @@ from pagecast_wire.intake import KEY_BITS, Finished, FrontendBatch, PromptLogpro
 MAX_ORPHANS = 1024
 """Live requests without a reader; one more ends the oldest of them."""
 MS = 1000
+MAX_AGE_MS = 1 << 40
 
 
 @dataclass(slots=True, eq=False)
@@ -192,9 +193,9 @@ class Directory:
     def restore(self, kept: Kept, now: int) -> None:
         """What a scheduler before this one kept. A request of the same name that is here already goes before it."""
         attached, left_us = kept.attached, min(kept.left_ms * MS, self._retention_us)
-        submit = msgspec.structs.replace(attached.submit, history=())
+        submit, age_us = msgspec.structs.replace(attached.submit, history=()), min(attached.elapsed_ms, MAX_AGE_MS) * MS
         entry = Entry(
-            submit, None, attached.queue_position, now - attached.elapsed_ms * MS, until=now + left_us, tokens=attached.submit.history,
+            submit, None, attached.queue_position, now - age_us, until=now + left_us, tokens=attached.submit.history,
             ends=attached.finished, logprobs=list(attached.logprobs), prompt_logprobs=list(attached.prompt_logprobs),
         )  # fmt: skip
         if entry.name not in self._by_name and left_us > 0:

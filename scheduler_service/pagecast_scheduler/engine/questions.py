@@ -40,6 +40,8 @@ from pagecast_wire.intake import Phase
 from pagecast_wire.sampling import FinishReason
 
 QUESTIONS = (CancelRequests, ListRequests, SetDrain, ResetPrefixCache, RestartWorkers, SetLogLevel, Audit)
+LEVELS = ("", "debug", "info", "warning", "error")
+"""Of SetLogLevel."""
 
 
 class Questions:
@@ -78,8 +80,10 @@ class Questions:
         raise TypeError(type(question).__name__)
 
     def _set_log_level(self, question: SetLogLevel) -> LogLevelSet:
-        """Here and in every worker at once; front ends read it in the next status."""
+        """Here and in every worker at once; front ends read it in the next status. A level that is none changes nothing."""
         previous = self._group.log_level
+        if question.level not in LEVELS:
+            return LogLevelSet(question.ticket, previous)
         set_level(question.level or self._group.config.log_level)
         self._group.set_log_level(question.level)
         self._log.info("log level", level=question.level or "as configured")
