@@ -44,7 +44,7 @@ class OtlpSpans(Spans):
         state = self._state.from_header([trace.state]) if trace.state else None
         context = self._context(int(trace.trace_id, 16), int(trace.span_id, 16), False, flags, state)
         parent = self._context(int(trace.trace_id, 16), int(trace.parent_id, 16), True, flags, state) if trace.parent_id else None
-        end = time.time_ns()  # a stamp for people; nothing is decided by it  # noqa: TID251 - a span says when it began
+        end = time.time_ns()  # noqa: TID251 - a stamp for people; nothing is decided by it
         service, _, name = method.strip("/").partition("/")
         attributes: dict[str, str | int] = {
             "rpc.system": "grpc", "rpc.service": service, "rpc.method": name, "rpc.grpc.status_code": _CODES[code],
