@@ -9,7 +9,6 @@ import leftovers
 
 
 def test_a_process_is_found_whose_parent_has_gone() -> None:
-    before = leftovers.processes()  # what other tests of this process share for longer
     read, write = os.pipe()
     child = f"[sys.executable, '-c', 'import os; os.read({read}, 1)'], pass_fds=[{read}], start_new_session=True"
     code = f"import subprocess, sys; subprocess.Popen({child})"
