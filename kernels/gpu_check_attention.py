@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from ops import paged_case
 
-from pagecast_kernels import decode_flat, latent, reference, shared_prefix
+from pagecast_kernels import decode_flat, latent, prefill, reference, shared_prefix
 
 LENS = [1, 15, 16, 17, 0, 63, 64, 65, 700, 3000, 129]
 CHUNKS = [(1, 1), (17, 17), (640, 5), (333, 333), (0, 0), (1000, 400), (33, 32)]  # (seq_len, query_len)
@@ -75,6 +75,27 @@ def check_latent(
             yield f"latent {kind} h{count}", paged_case.relative_error(out, want)
 
 
+def check_far(device: str = "cuda", blocks: int = 140_000) -> Errors:
+    """Blocks that begin past 2³¹ values of their cache. Takes 9.2 GB."""
+    lens, query_lens = [70, 300], [70, 40]
+    for kind, queries in (("flat", [1, 1]), ("prefill", query_lens)):
+        case = paged_case.make(7, lens, queries, 32, 8, 128, 16, torch.bfloat16, device)
+        held = case.k_cache.shape[0]
+        k_cache, v_cache = (torch.empty((blocks, 8, 16, 128), dtype=torch.bfloat16, device=device) for _ in range(2))
+        k_cache[-held:], v_cache[-held:] = case.k_cache, case.v_cache
+        exact, scale = case.to(torch.float64), 128**-0.5
+        table, out = case.block_table + (blocks - held), torch.full_like(case.q, float("nan"))
+        if kind == "flat":
+            work = decode_flat.step_workspace(len(lens), 32, 8, 128, device)
+            decode_flat.paged_decode(case.q, k_cache, v_cache, table, case.rows, case.seq_lens, scale, workspace=work, out=out)
+            want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, case.block_table, case.rows, case.seq_lens, scale)
+        else:
+            last = (case.rows, case.starts, case.seq_lens, scale)
+            prefill.paged_prefill(case.q, k_cache, v_cache, table, *last, max_query_len=max(queries), out=out)
+            want = reference.paged_prefill(exact.q, exact.k_cache, exact.v_cache, case.block_table, *last, max_query_len=max(queries))
+        yield f"far {kind}", paged_case.relative_error(out, want)
+
+
 def check_all() -> Errors:
-    for check in (check_flat, check_shared, check_latent):
+    for check in (check_flat, check_shared, check_latent, check_far):
         yield from check()

@@ -232,6 +232,25 @@ def flash3_launches(case: Attention, pool: Pool) -> dict[str, list[Launch]]:
     return found
 
 
+def sdpa_launches(case: Attention, pool: Pool) -> dict[str, list[Launch]]:
+    """torch's own attention over the same K and V, laid out in one run for it; of prompts of one length, empty for anything else."""
+    count, length = len(case.lens), int(case.lens[0])
+    if case.longest != length or bool((case.lens != length).any()):
+        return {}
+
+    def runs(cache: Tensor, table: Tensor) -> Tensor:
+        return cache[table.long()].transpose(1, 2).reshape(count, KV_HEADS, -1, DIM)[:, :, :length].contiguous()
+
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=DIM**-0.5, enable_gqa=True)
+    sets = [(q.view(count, length, HEADS, DIM).transpose(1, 2), runs(pool.k, t), runs(pool.v, t)) for q, t in zip(case.q, case.tables)]
+    return {"sdpa": [partial(attend, *inputs) for inputs in sets]}
+
+
+def share_of_ceiling(case: Attention, us: float) -> float:
+    """How much of the chip a launch uses: of what it can read, or of what it can multiply, whichever is more."""
+    return max(case.kv_bytes / us / 1e6 / READ_TB_S, case.flops / us / 1e6 / BF16_TFLOP_S)
+
+
 def mixed(pool: Pool, decode_lens: list[int], prompt_lens: list[int]) -> list[Launch]:
     """Steps of decodes and whole prompts: a decode and a prefill launch each."""
     decodes, prompts = attention(pool, decode_lens).decode(pool), attention(pool, prompt_lens, prompt_lens).prefill(pool)

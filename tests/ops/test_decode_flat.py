@@ -37,6 +37,13 @@ def test_one_long_sequence_falls_to_many_programs() -> None:
     assert paged_case.relative_error(got, want) < 1e-5
 
 
+def test_a_thousand_ragged_rows() -> None:
+    lens = torch.randint(0, 9, (1024,), generator=torch.Generator().manual_seed(1)).tolist()
+    case = paged_case.make(9, lens, [1] * len(lens), 1, 1, 64, 16)
+    got, want = both(case, configs.Decode(tile=16, warps=4, stages=2, programs=12))
+    assert paged_case.relative_error(got, want) < 1e-5
+
+
 def test_a_batch_of_padding_gives_zeros() -> None:
     case = paged_case.make(3, [0, 0, 16], [1, 1, 1], 4, 2, 64, 16)
     case.seq_lens.zero_()

@@ -52,14 +52,18 @@ def attention_metrics(cases: Any, parts: set[str]) -> dict[str, float]:
             continue
         case = cases.attention(pool, lens, query_lens)
         ours = {"decode": case.decode, "prefill": case.prefill}.get(kind) or (lambda pool: cases.mixed(pool, [1024] * 64, [2048]))
-        timed = cases.alternate({"ours": ours(pool)} | cases.flash3_launches(case, pool), rounds=3)
+        peers = cases.flash3_launches(case, pool) | cases.sdpa_launches(case, pool)
+        timed = cases.alternate({"ours": ours(pool)} | peers, rounds=3)
         found[f"kernels.{name}.us"] = timed["ours"]
         found[f"kernels.{name}.tb_s"] = case.kv_bytes / timed["ours"] / 1e6
         found[f"kernels.{name}.tflop_s"] = case.flops / timed["ours"] / 1e6
-        rivals = [us for label, us in timed.items() if label != "ours"]
-        if rivals:
-            found[f"kernels.{name}.ratio_fa3"] = min(rivals) / timed["ours"]
-        print(f"{name:24} {timed['ours']:9.1f} us", *(f"{label} {us:.1f} us" for label, us in timed.items() if label != "ours"), flush=True)
+        found[f"kernels.{name}.share"] = cases.share_of_ceiling(case, timed["ours"])
+        for peer in ("fa3", "sdpa"):
+            rivals = [us for label, us in timed.items() if label.startswith(peer)]
+            if rivals:
+                found[f"kernels.{name}.ratio_{peer}"] = min(rivals) / timed["ours"]
+        others = (f"{label} {us:.1f} us" for label, us in timed.items() if label != "ours")
+        print(f"{name:24} {timed['ours']:9.1f} us, {found[f'kernels.{name}.share']:.2f} of the ceiling", *others, flush=True)
     if "shared" in parts:
         timed = cases.alternate(cases.shared_prefix(pool), rounds=3)
         found |= {"kernels.shared_prefix.us": timed["shared"], "kernels.shared_prefix.ratio_plain": timed["plain"] / timed["shared"]}
