@@ -238,6 +238,17 @@ def test_a_signal_leaves_no_process_and_no_file(tmp_path: Path, number: signal.S
     assert len(serving.pids) == 4 and not serving.folder.exists()
 
 
+def test_a_signal_is_heeded_that_came_while_the_process_was_stopped(tmp_path: Path) -> None:
+    """The system may hand it to any thread then."""
+    for turn in range(3):
+        (tmp_path / str(turn)).mkdir()
+        serving = Serving(tmp_path / str(turn))
+        serving.until("Ready")
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            serving.process.send_signal(number)
+        assert serving.wait() == 0
+
+
 def test_a_signal_while_loading(tmp_path: Path) -> None:
     serving = Serving(tmp_path, "frontend_0=silent")
     Notes(tmp_path / "notes").wait("worker-0 runs", "worker-1 runs", "scheduler runs", "frontend-0 runs")

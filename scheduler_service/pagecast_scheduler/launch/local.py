@@ -31,6 +31,9 @@ EXIT_CONFIG: Final = 2
 _LOAD_ATTEMPTS: Final = 2
 _LOOK_S: Final = 0.1
 """How often files are looked at while the cluster starts; afterwards only signs of life are, now and then."""
+_HEED_S: Final = 0.2
+"""How often the main thread looks up. Python's handlers run in it alone, but the system may hand a signal to any thread, as it does to
+one that came while the process was stopped; that wakes nobody."""
 _DEFAULT_POLICY: Final = RestartPolicy()
 
 
@@ -95,7 +98,8 @@ class Supervisor:
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self.start()
-            self._ended.wait()
+            while not self._ended.wait(_HEED_S):
+                pass
             return self.stop()
         finally:
             for number, handler in before.items():
