@@ -32,12 +32,13 @@ class CacheMachine(RuleBasedStateMachine):
         chain = chain_of(namespace)
         full = len(tokens) // SIZE
         chain.extend(np.array(tokens, np.uint32), full)
-        for index in range(full):
-            prefix = (namespace, tuple(tokens[: (index + 1) * SIZE]))
-            block, self.next_block = self.next_block, self.next_block + 1
-            new = self.cache.register(block, chain.digests[index], chain.pieces[index], step)
-            assert new == (prefix not in self.known), "one content, one entry"
-            if new:
+        blocks = list(range(self.next_block, self.next_block + full))
+        self.next_block += full
+        prefixes = [(namespace, tuple(tokens[: (index + 1) * SIZE])) for index in range(full)]
+        new = self.cache.register(chain, list(range(full)), blocks, step)
+        assert new == [block for block, prefix in zip(blocks, prefixes) if prefix not in self.known], "one content, one entry"
+        for block, prefix in zip(blocks, prefixes):
+            if block in new:
                 self.known[prefix] = block
                 if step:
                     self.waiting[block] = step
@@ -101,5 +102,7 @@ def test_equal_digests_with_other_tokens_are_no_hit():
     cache, tokens = PrefixCache(), np.array([0, 1], np.uint32)
     chain = chain_of(NAMESPACES[0])
     chain.extend(tokens, 1)
-    cache.register(1, chain.digests[0], b"other tokens", 0)
+    other = chain_of(NAMESPACES[0])
+    other.digests, other.pieces = chain.digests, [b"other tokens"]
+    cache.register(other, [0], [1], 0)
     assert cache.lookup(chain, tokens, 1) == []

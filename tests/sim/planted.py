@@ -208,9 +208,9 @@ def provisional_entry_kept_after_a_failed_step(patch: Patch) -> None:
         original(s, *args)
         pool = s.kv.pool
         blocks, _ = pool.take(pool.num_free)
-        for block, (digest, piece) in lost.items():
-            if s.kv.cache.register(block, digest, piece, 0):
-                pool.set_content(np.array([block], np.int64))
+        chain = HashChain(bytes(32), s.config.block_size)
+        chain.digests, chain.pieces = [digest for digest, _ in lost.values()], [piece for _, piece in lost.values()]
+        pool.set_content(np.array(s.kv.cache.register(chain, list(range(len(lost))), list(lost), 0), np.int64))
         pool.give_back(blocks)
 
     patch(recovery, "fail_epoch", fail_epoch)

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from pagecast_scheduler.core.block_pool import BlockPool, Blocks
+from pagecast_scheduler.core.block_pool import EMPTY, BlockPool, Blocks
 from pagecast_scheduler.core.block_table import BlockTable
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.prefix_cache import HashChain, PrefixCache
@@ -28,7 +28,7 @@ class KvManager:
     def lookup(self, chain: HashChain, tokens: Tokens, num_tokens: int) -> Blocks:
         """Cached blocks of a prefix that leaves at least one of `num_tokens` tokens to compute."""
         hits = self.cache.lookup(chain, tokens, (num_tokens - 1) // self.block_size) if self.caching else []
-        return np.array(hits, np.int64)
+        return np.array(hits, np.int64) if hits else EMPTY
 
     def num_revived(self, hits: Blocks) -> int:
         """How many of `hits` would leave the free list when touched."""
@@ -61,11 +61,10 @@ class KvManager:
             return
         chain.extend(tokens, last)
         unknown = (~self.pool.has_content[blocks[first:last]]).nonzero()[0]
-        registered = []
-        for index, block in zip((unknown + first).tolist(), blocks[first:last][unknown].tolist(), strict=True):
-            parent = chain.digests[index - 1] if index else chain.seed
-            if self.cache.register(block, chain.digests[index], chain.pieces[index], step, parent):
-                registered.append(block)
+        if not len(unknown):
+            return
+        unknown += first
+        registered = self.cache.register(chain, unknown.tolist(), blocks[unknown].tolist(), step)
         if registered:
             self.pool.set_content(np.array(registered, np.int64))
 

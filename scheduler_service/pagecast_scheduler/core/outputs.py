@@ -34,22 +34,22 @@ class Cohort:
         self.span: Index | slice = slice(int(rows[0]), int(rows[-1]) + 1) if dense else rows
         self.ones = np.ones(len(rows), np.int64)
         self.flat_starts = rows * state.tokens.shape[1]
-        self.generations = state.generation[rows]
-        self.tenants, self.tenant_rows = _distinct(state.tenant[rows])
+        self.generations = state.generation[self.span].copy()
+        self.tenants, self.tenant_rows = _distinct(state.tenant[self.span])
         self.parts: list[tuple[int, Index | None, bytes, bytes, bytes]] = []
-        slots = state.slot[rows]
+        slots = state.slot[self.span]
         distinct = _distinct(slots)[0].tolist()
         for slot in distinct:
             chosen = None if len(distinct) == 1 else np.flatnonzero(slots == slot)
-            members = rows if chosen is None else rows[chosen]
+            members = self.span if chosen is None else rows[chosen]
             keys, sequences = state.key[members].tobytes(), state.index[members].tobytes()
-            self.parts.append((slot, chosen, keys, sequences, _ONE * len(members)))
+            self.parts.append((slot, chosen, keys, sequences, _ONE * (len(sequences) // 4)))
 
 
 def _distinct(values: Index) -> tuple[Index, Index]:
     """Distinct values and how often each occurs; most often there is one, which needs no sort."""
     if len(values) and (values == values[0]).all():
-        return values[:1], np.array([len(values)], np.int64)
+        return values[:1].copy(), np.array([len(values)], np.int64)
     return np.unique(values, return_counts=True)
 
 

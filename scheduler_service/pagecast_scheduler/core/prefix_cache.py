@@ -81,20 +81,25 @@ class PrefixCache:
             hits.append(block)
         return hits
 
-    def register(self, block: int, digest: bytes, piece: bytes, step: int, parent: bytes = b"") -> bool:
-        """Remember what `block` holds; step > 0 makes it provisional until that step is applied. False if the content is cached already."""
-        if digest in self._blocks:
-            return False
-        self._blocks[digest] = block
-        self._entries[block] = (digest, piece)
-        self._parents[block] = parent
-        self.num_changes += 1
+    def register(self, chain: HashChain, indices: list[int], blocks: list[int], step: int) -> list[int]:
+        """Remember what `blocks` hold: the chain's blocks of these indices; step > 0 makes them provisional until that step is applied.
+        Returns those whose content was not cached already."""
+        cached, entries, parents, digests, pieces = self._blocks, self._entries, self._parents, chain.digests, chain.pieces
+        new = []
+        for index, block in zip(indices, blocks, strict=True):
+            digest = digests[index]
+            if digest not in cached:
+                cached[digest] = block
+                entries[block] = digest, pieces[index]
+                parents[block] = digests[index - 1] if index else chain.seed
+                new.append(block)
+        self.num_changes += len(new)
         if self.changes is not None:
-            self.changes.append((digest, parent, piece))
-        if step:
-            self._provisional.setdefault(step, []).append(block)
-            self._step_of[block] = step
-        return True
+            self.changes += [(entries[block][0], parents[block], entries[block][1]) for block in new]
+        if step and new:
+            self._provisional.setdefault(step, []).extend(new)
+            self._step_of.update(dict.fromkeys(new, step))
+        return new
 
     def confirm(self, step: int) -> None:
         """Step `step` was applied: what it computed is real."""

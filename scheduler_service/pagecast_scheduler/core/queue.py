@@ -59,7 +59,7 @@ class WaitingQueue:
         for lane in _LANES:
             if _top(self._first[lane]) is not None:
                 return heapq.heappop(self._first[lane])[3]
-            tenant = self._least_served(lane)
+            tenant = self._least_served(lane) if self._by_tenant[lane] else None
             if tenant is not None:
                 return heapq.heappop(self._by_tenant[lane][tenant])[3]
         return None
