@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from pagecast.bench import figures, load, results, workloads
-from pagecast.bench.engines import shifted
+from pagecast.bench.engines import named_values, shifted
 from pagecast.cli import bench_report, bench_serve, bench_throughput
+from pagecast.cli.bench_startup import Phases
 
 TARGETS = Path(__file__).parents[2] / "benchmarks" / "targets.toml"
 
@@ -99,3 +100,13 @@ def test_comparisons_prefer_a_peer_of_the_same_run(tmp_path: Path) -> None:
     assert (rows["chat"].ratio, rows["chat"].same_run) == (2.0, True)
     drawing = figures.picture(list(rows.values()))
     assert drawing.count("<rect") == 3 and "2.00" in drawing
+
+
+def test_the_phases_of_a_start_add_up_to_it() -> None:
+    phases = Phases({"start": 10.0, "weights": 12.0, "warm-up": 15.0}, ended=16.0)
+    assert phases.seconds(17.5) == {"start": 2.0, "weights": 3.0, "warm-up": 1.0, "join": 1.5}
+    assert Phases({"start": 1.0}).seconds(3.0) == {"start": 2.0, "join": 0.0}
+
+
+def test_options_by_name_are_json_or_names() -> None:
+    assert named_values(["num-frontends=2", "dtype=float32", "uds=null"]) == {"num_frontends": 2, "dtype": "float32", "uds": None}
