@@ -2,10 +2,12 @@
 
 import asyncio
 import resource
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -172,3 +174,93 @@ async def test_a_recording_on_a_full_disk() -> None:
                 assert time.monotonic() < end, full.served.lines
                 await asyncio.sleep(0.1)
         assert full.served.end() == 0
+
+
+async def test_what_comes_and_goes_leaves_no_file_open(running: Cluster) -> None:
+    """Short requests, cancels, detached ones that are forgotten, connections: afterwards every process holds what it held before."""
+    names = ("scheduler", "worker", "frontend")
+
+    async def crowd(number: int) -> None:
+        async with running.channels() as (first, second):
+            callers = [Caller(f"c-{number}-{i}", [i + 1] * 9, 4, seed=i).begin(second if i % 2 else first) for i in range(40)]
+            for i, caller in enumerate(callers):
+                await caller.accepted()
+                if i % 3:
+                    await caller.leave()
+            await asyncio.gather(*(caller.read() for caller in callers[::3]))
+        await running.wait_idle()
+
+    await crowd(0)
+    before = {name: running.process(name).num_fds() for name in names}
+    for number in range(1, 6):
+        await crowd(number)
+    end = time.monotonic() + LIMIT_S
+    while any(running.process(name).num_fds() > before[name] + 3 for name in names):
+        assert time.monotonic() < end, (before, {name: running.process(name).num_fds() for name in names})
+        await asyncio.sleep(0.1)
+
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+static volatile long *offset;
+static int (*real)(clockid_t, struct timespec *);
+__attribute__((constructor)) static void begin(void) {
+    real = dlsym(RTLD_NEXT, "clock_gettime");
+    int fd = open(getenv("TEST_CLOCK_OFFSET"), O_RDONLY);
+    offset = mmap(0, sizeof(long), PROT_READ, MAP_SHARED, fd, 0);
+}
+int clock_gettime(clockid_t id, struct timespec *at) {
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(id, at);
+    if (!failed && offset && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) at->tv_sec += *offset;
+    return failed;
+}
+int gettimeofday(struct timeval *at, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec, at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (at) *at = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+"""A wall clock that a test can move, for every process of a cluster and all libraries in it."""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="moving a clock needs a C compiler")
+async def test_the_wall_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour to and fro: no deadline, grace, retention or health check notices."""
+    (tmp_path / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "clock.so", tmp_path / "clock.c", "-ldl"], check=True)
+    offset = tmp_path / "offset"
+    offset.write_bytes(bytes(8))
+    monkeypatch.setenv("TEST_CLOCK_OFFSET", str(offset))
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "clock.so"))
+    with cluster("--oracle-step-us", "10000", "--max-num-seqs", "6") as running:
+        monkeypatch.delenv("LD_PRELOAD")
+        async with running.channels() as (first, second):
+            for jump in (3600, -3600, 0):
+                callers = await in_every_phase(first)
+                left = callers.pop()
+                await left.leave()
+                with offset.open("r+b") as file:
+                    file.write(jump.to_bytes(8, "little", signed=True))
+                with Client(running.served.address) as client:
+                    assert client.health() == "SERVING"
+                    assert len(client.generate([1, 2], SamplingParams(max_tokens=5, ignore_eos=True), timeout=60.0).token_ids) == 5
+                await left.come_back(second)
+                await finish([*callers, left], second)
+            running.kill("scheduler")
+            await running.wait_idle()
+        hours = {line.split('"timestamp": "')[1][11:13] for line in running.served.lines if '"timestamp": "' in line}
+    assert len(hours) >= 2, "the clock did jump"
