@@ -283,12 +283,12 @@ def quantized_expert_variants() -> Iterator[Variant]:
     routing = Routing(2)
     for number, (name, count, hidden, inner, tokens, dtype) in enumerate(cases):
         x, logits = (torch.empty((tokens, size), dtype=dtype, device="meta") for size in (hidden, count))
-        for kind, group, zeros, ordered in kinds if number == 0 else kinds[:3]:
+        for kind, group, zeros, ordered in kinds if number == 0 else kinds[number % 2 : number % 2 + 1]:
             first = weight(kind, count, 2 * inner, hidden, group, zeros, inner % 8 == 0, ordered)
             second = weight(kind, count, hidden, inner, group, zeros, False, ordered)
             label = f"mixture {name} {tokens} {kind} g{group}{' zeros' * zeros}{' ordered' * ordered} {str(dtype)[6:]}"
             yield label, lambda args=(x, logits, first, second): experts.mixture(*args, routing)
-        for kind in (torch.float8_e4m3fn, torch.int8)[: 2 - bool(number)]:
+        for kind in (torch.float8_e4m3fn, torch.int8) if number == 0 else (torch.float8_e4m3fn,):
             first, second = (
                 ScaledExperts(torch.empty((count, *shape), dtype=kind, device="meta"), torch.empty((count, shape[0]), device="meta"))
                 for shape in ((2 * inner, hidden), (hidden, inner))
