@@ -145,7 +145,8 @@ def decode_flat(batch: int, num_kv_heads: int, group: int, head_dim: int, device
         return Decode(tile=64, warps=4, stages=4, programs=processors(device))
     if batch * num_kv_heads <= 64:
         return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
-    return Decode(tile=64, warps=2, stages=2, programs=4 * processors(device))
+    # Two warps have registers enough on Hopper alone.
+    return Decode(tile=64, warps=2 if arch(device) == 90 else 4, stages=2, programs=4 * processors(device))
 
 
 HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)
@@ -162,7 +163,7 @@ def prefill(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Pre
         return Prefill(rows=64, tile=16 if head_dim > 128 else 32, warps=8, stages=2)
     if head_dim > 128:
         return Prefill(rows=128, tile=32, warps=8, stages=2)
-    return Prefill(rows=128, tile=64, warps=8, stages=3)
+    return Prefill(rows=128, tile=32 if head_dim <= 64 and arch(device) >= 100 else 64, warps=8, stages=3)
 
 
 def shared_prefix(head_dim: int, device: torch.device | str) -> Prefill:
