@@ -278,7 +278,7 @@ def quantized_expert_variants() -> Iterator[Variant]:
     cases: list[tuple[str, int, int, int, int, torch.dtype]] = [
         ("qwen3", 128, 2048, 768, 256, torch.bfloat16), ("qwen3", 128, 2048, 768, 1, torch.bfloat16),
         ("qwen3", 128, 2048, 768, 4096, torch.bfloat16), ("qwen3", 128, 2048, 768, 256, torch.float16),
-        ("odd", 6, 200, 68, 20, torch.bfloat16),
+        ("odd", 6, 208, 80, 20, torch.bfloat16),
     ]  # fmt: skip
     routing = Routing(2)
     for number, (name, count, hidden, inner, tokens, dtype) in enumerate(cases):
