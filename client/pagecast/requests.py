@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
 
-from pagecast.sampling import SamplingParams
+from pagecast.sampling import SamplingParams, set_count
 from pagecast.types import CacheEvents, ChatMessage, Tool
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import runtime_pb2, tokenizer_pb2
@@ -76,7 +76,7 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
     spec.adapter = options.get("adapter", "")
     spec.labels.update(options.get("labels", {}))
     if "truncate" in options:
-        spec.truncate = pb.Truncate.Value(f"TRUNCATE_{options['truncate'].upper()}")
+        spec.truncate = _value("truncate", pb.Truncate, options["truncate"])
     _set_prompt(spec, prompt)
     if _CHAT_OPTIONS & options.keys():
         if spec.WhichOneof("input") != "chat":
@@ -87,7 +87,7 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
     if "bypass_prefix_cache" in options:
         spec.cache.bypass_prefix_cache = options["bypass_prefix_cache"]
     if "priority" in options:
-        spec.scheduling.priority = pb.Priority.Value(f"PRIORITY_{options['priority'].upper()}")
+        spec.scheduling.priority = _value("priority", pb.Priority, options["priority"])
     if "max_queue_time" in options:
         spec.scheduling.max_queue_time.CopyFrom(duration(options["max_queue_time"]))
     if "time_budget" in options:
@@ -96,18 +96,16 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
 
 
 def delivery(options: RequestOptions) -> pb.DeliveryOptions:
-    """How a stream is to be delivered."""
+    """How a stream is to be delivered. Raises ValueError, naming the option."""
     message = pb.DeliveryOptions()
     if "progress_interval" in options:
         message.progress_interval.CopyFrom(duration(options["progress_interval"]))
     if "flush_interval" in options:
         message.flush_interval.CopyFrom(duration(options["flush_interval"]))
-    if "max_tokens_per_event" in options:
-        message.max_tokens_per_event = options["max_tokens_per_event"]
-    if "credit_tokens" in options:
-        message.credit_tokens = options["credit_tokens"]
+    for name in ("max_tokens_per_event", "credit_tokens"):
+        set_count(name, message, name, options.get(name))  # type: ignore[arg-type]
     if "slow_consumer" in options:
-        message.slow_consumer = pb.SlowConsumer.Value(f"SLOW_CONSUMER_{options['slow_consumer'].upper()}")
+        message.slow_consumer = _value("slow_consumer", pb.SlowConsumer, options["slow_consumer"])
     if "detach_grace" in options:
         message.on_disconnect = pb.ON_DISCONNECT_DETACH
         message.detach_grace.CopyFrom(duration(options["detach_grace"]))
@@ -162,12 +160,21 @@ def fill_chat(chat: pb.ChatPrompt, options: RequestOptions) -> None:
         chat.tools.add(name=tool.name, description=tool.description, parameters_json_schema=schema)
     name = options.get("tool_name", "")
     if name or "tool_choice" in options:
-        choice = options.get("tool_choice", "required")
-        chat.tool_choice.CopyFrom(pb.ToolChoice(mode=pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{choice.upper()}"), name=name))
+        mode = _value("tool_choice", pb.ToolChoiceMode, options.get("tool_choice", "required"))
+        chat.tool_choice.CopyFrom(pb.ToolChoice(mode=mode, name=name))
     if "template_kwargs" in options:
         chat.template_kwargs.update(options["template_kwargs"])
     if "add_generation_prompt" in options:
         chat.add_generation_prompt = options["add_generation_prompt"]
+
+
+def _value(option: str, enum: Any, name: str) -> Any:
+    """The number of an enumeration's value, "start" for TRUNCATE_START. Raises ValueError for a name that it does not have."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    known = {key.removeprefix(prefix).lower(): number for key, number in enum.items() if number}
+    if name not in known:
+        raise ValueError(f"{option} must be one of {', '.join(known)}, not {name!r}")
+    return known[name]
 
 
 def duration(seconds: float) -> Duration:

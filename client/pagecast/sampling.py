@@ -65,11 +65,11 @@ class SamplingParams:
 
     def fill(self, spec: pb.GenerationSpec) -> None:
         """Write these values into `spec`. Raises ValueError, naming the parameter, for a value that the message cannot hold."""
-        _count("top_k", spec.sampling, "top_k", 0 if self.top_k == -1 else self.top_k)
-        _count("seed", spec.sampling, "seed", self.seed)
-        _count("n", spec.sampling, "num_sequences", self.n)
-        _count("max_tokens", spec.stopping, "max_output_tokens", self.max_tokens)
-        _count("min_tokens", spec.stopping, "min_output_tokens", self.min_tokens)
+        set_count("top_k", spec.sampling, "top_k", 0 if self.top_k == -1 else self.top_k)
+        set_count("seed", spec.sampling, "seed", self.seed)
+        set_count("n", spec.sampling, "num_sequences", self.n)
+        set_count("max_tokens", spec.stopping, "max_output_tokens", self.max_tokens)
+        set_count("min_tokens", spec.stopping, "min_output_tokens", self.min_tokens)
         for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             if getattr(self, name) is not None:
                 setattr(spec.sampling, name, getattr(self, name))
@@ -121,18 +121,20 @@ class SamplingParams:
                 setattr(options, name, getattr(self, name))
         if self.logprobs is not None:
             options.logprobs.SetInParent()
-            _count("logprobs", options.logprobs, "top_n", self.logprobs)
+            set_count("logprobs", options.logprobs, "top_n", self.logprobs)
         if self.prompt_logprobs is not None:
             options.prompt_logprobs.SetInParent()
-            _count("prompt_logprobs", options.prompt_logprobs, "top_n", self.prompt_logprobs)
-            _count("prompt_logprobs_positions", options.prompt_logprobs, "max_positions", self.prompt_logprobs_positions)
+            set_count("prompt_logprobs", options.prompt_logprobs, "top_n", self.prompt_logprobs)
+            set_count("prompt_logprobs_positions", options.prompt_logprobs, "max_positions", self.prompt_logprobs_positions)
         elif self.prompt_logprobs_positions is not None:
             raise ValueError("prompt_logprobs_positions goes with prompt_logprobs")
         if self.raw_bytes:
             options.raw_bytes = True
 
 
-def _count(name: str, message: pb.SamplingOptions | pb.StoppingOptions | pb.LogprobsOptions, field: str, value: int | None) -> None:
+def set_count(
+    name: str, message: pb.SamplingOptions | pb.StoppingOptions | pb.LogprobsOptions | pb.DeliveryOptions, field: str, value: int | None
+) -> None:
     """Set an integer field, unless None. Raises ValueError, naming the parameter."""
     if value is None:
         return

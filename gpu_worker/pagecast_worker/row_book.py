@@ -15,7 +15,6 @@ from pagecast_wire.plan import Admission, StartEpoch, StepPlan
 from pagecast_worker.executor import PlanError
 
 Int = NDArray[np.int64]
-Int32 = NDArray[np.int32]
 NONE: Int = np.zeros(0, dtype=np.int64)
 NONE.flags.writeable = False
 
@@ -167,7 +166,7 @@ class RowBook:
         rows, counts = self._rows(plan.forced_rows), view_u32(plan.forced_counts).astype(np.int64)
         tokens = view_u32(plan.forced_tokens)
         if len(rows) != len(counts) or int(counts.sum()) != len(tokens) or plan.num_steps != 1:
-            raise PlanError(f"step {plan.step}: forced columns differ in length")
+            raise PlanError(f"step {plan.step}: forced columns differ in length, or the plan has several steps")
         held = self.num_tokens[rows] + counts - 1
         fits = (counts > 1).all() and (rows[1:] > rows[:-1]).all() and (held < self.max_tokens[rows]).all()
         if not fits or not np.isin(rows, decode_rows).all():

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 
-TOP = {torch.float8_e4m3fn: 448.0, torch.int8: 127.5}
-"""What a row's largest magnitude is divided by to give its scale."""
-
 
 @triton.jit
 def _store_row(value, out_ptr, scale_ptr, row, width, column, inside, FP8: tl.constexpr):

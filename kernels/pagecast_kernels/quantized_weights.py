@@ -122,7 +122,7 @@ def pack(kind: Kind, values: Tensor, scales: Tensor, zeros: Tensor | None, group
     padded_rows, width = -(-rows // TILE_ROWS) * TILE_ROWS, tile_columns(kind)
     padded_columns = -(-columns // 128) * 128
     groups = padded_columns // group if group else 1
-    words = _words(kind, _padded(values, padded_rows, padded_columns), width)
+    words = _words(_padded(values, padded_rows, padded_columns), width)
     return PackedWeight(
         kind, rows, columns, group, words, _padded(scales.float(), padded_rows, groups).t().contiguous(),
         None if zeros is None else _padded(zeros.float(), padded_rows, groups).t().contiguous(), paired,
@@ -145,7 +145,7 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
 
 
-def _words(kind: Kind, values: Tensor, width: int) -> Tensor:
+def _words(values: Tensor, width: int) -> Tensor:
     rows, columns = values.shape
     per_word = width // 16
     bits = 32 // per_word

@@ -17,6 +17,12 @@ def test_architecture_lists_every_package_and_no_other() -> None:
     assert sorted(listed) == sorted(there)
 
 
+def test_kernels_lists_every_module_and_no_other() -> None:
+    named = re.findall(r"`(\w+\.py)`", (ROOT / "kernels/README.md").read_text())
+    scripts = {path.name for path in (ROOT / "kernels").glob("*.py")}
+    assert set(named) - scripts == {path.name for path in PACKAGES["pagecast_kernels"].glob("*.py")} - {"__init__.py"}
+
+
 def test_files_named_in_the_reading_order_exist() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text().split("## Reading order")[1].split("##")[0]
     folder = ROOT
@@ -47,7 +53,11 @@ def test_readme_python_compiles_and_its_names_are_public() -> None:
             exec(line, {})
 
 
+def test_readme_leads_to_every_document() -> None:
+    assert [path.name for path in (ROOT / "docs").glob("*.md") if f"](docs/{path.name})" not in README] == []
+
+
 def test_links_lead_somewhere() -> None:
-    for path in [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]:
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
             assert (Path(path.parent) / target).exists(), target

@@ -67,6 +67,23 @@ def test_what_no_message_holds_is_refused_by_name(values: dict[str, Any], name: 
         filled(**values)
 
 
+@pytest.mark.parametrize("name", ["truncate", "priority", "slow_consumer", "tool_choice", "max_tokens_per_event", "credit_tokens"])
+def test_an_option_that_no_message_holds_is_refused_by_name(name: str) -> None:
+    wrong: Any = {name: "middle"}
+    with pytest.raises(ValueError, match=f"^{name} must be "):
+        requests.generation_spec([types.ChatMessage("user", "hi")], None, wrong)
+        requests.delivery(wrong)
+
+
+def test_options_with_names_for_values() -> None:
+    chat = [types.ChatMessage("user", "hi")]
+    spec = requests.generation_spec(chat, None, {"truncate": "start", "priority": "batch", "tool_choice": "auto"})
+    assert (spec.truncate, spec.scheduling.priority) == (pb.TRUNCATE_START, pb.PRIORITY_BATCH)
+    assert spec.chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_AUTO
+    delivery = requests.delivery({"slow_consumer": "abort", "credit_tokens": 7})
+    assert (delivery.slow_consumer, delivery.credit_tokens) == (pb.SLOW_CONSUMER_ABORT, 7)
+
+
 def test_a_conversation_with_tools_and_its_answers() -> None:
     call = types.ToolCall("c1", "f", '{"x": 1}')
     chat = [

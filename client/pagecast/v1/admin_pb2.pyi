@@ -90,7 +90,8 @@ class _LogLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogLevel.Val
     LOG_LEVEL_WARNING: _LogLevel.ValueType  # 3
     LOG_LEVEL_ERROR: _LogLevel.ValueType  # 4
 
-class LogLevel(_LogLevel, metaclass=_LogLevelEnumTypeWrapper): ...
+class LogLevel(_LogLevel, metaclass=_LogLevelEnumTypeWrapper):
+    """The least severe lines that are written."""
 
 LOG_LEVEL_UNSPECIFIED: LogLevel.ValueType  # 0
 """As each process was configured."""

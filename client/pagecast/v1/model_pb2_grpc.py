@@ -52,13 +52,15 @@ class ModelServiceServicer(object):
     """
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Every model that is served, which is one.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One model by name; MODEL_UNKNOWN for any other.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

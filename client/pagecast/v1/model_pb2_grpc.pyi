@@ -34,7 +34,9 @@ class ModelServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     ListModels: _grpc.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]
+    """Every model that is served, which is one."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]
+    """One model by name; MODEL_UNKNOWN for any other."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
@@ -42,7 +44,9 @@ class ModelServiceAsyncStub(ModelServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListModels: _aio.UnaryUnaryMultiCallable[_model_pb2.ListModelsRequest, _model_pb2.ListModelsResponse]  # type: ignore[assignment]
+    """Every model that is served, which is one."""
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]  # type: ignore[assignment]
+    """One model by name; MODEL_UNKNOWN for any other."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
     """What is served, and its limits."""
@@ -52,13 +56,15 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _model_pb2.ListModelsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]: ...
+    ) -> _typing.Union[_model_pb2.ListModelsResponse, _abc.Awaitable[_model_pb2.ListModelsResponse]]:
+        """Every model that is served, which is one."""
 
     @_abc_1.abstractmethod
     def GetModel(
         self,
         request: _model_pb2.GetModelRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_model_pb2.GetModelResponse, _abc.Awaitable[_model_pb2.GetModelResponse]]: ...
+    ) -> _typing.Union[_model_pb2.GetModelResponse, _abc.Awaitable[_model_pb2.GetModelResponse]]:
+        """One model by name; MODEL_UNKNOWN for any other."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -62,13 +62,15 @@ class RuntimeServiceServicer(object):
     """
 
     def GetServerInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Which build and which instance answers.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How busy the replica is now; counters are since the scheduler began.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -34,7 +34,9 @@ class RuntimeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RuntimeServiceAsyncStub: ...
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]
+    """Which build and which instance answers."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetLoadRequest, _runtime_pb2.GetLoadResponse]
+    """How busy the replica is now; counters are since the scheduler began."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_runtime_pb2.WatchLoadRequest, _runtime_pb2.WatchLoadResponse]
     """The load now, then whenever it has changed, at most once per interval."""
     WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_runtime_pb2.WatchCacheEventsRequest, _runtime_pb2.WatchCacheEventsResponse]
@@ -46,7 +48,9 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """Which build and which instance answers."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetLoadRequest, _runtime_pb2.GetLoadResponse]  # type: ignore[assignment]
+    """How busy the replica is now; counters are since the scheduler began."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_runtime_pb2.WatchLoadRequest, _runtime_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """The load now, then whenever it has changed, at most once per interval."""
     WatchCacheEvents: _aio.UnaryStreamMultiCallable[_runtime_pb2.WatchCacheEventsRequest, _runtime_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
@@ -60,14 +64,16 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _runtime_pb2.GetServerInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_runtime_pb2.GetServerInfoResponse, _abc.Awaitable[_runtime_pb2.GetServerInfoResponse]]: ...
+    ) -> _typing.Union[_runtime_pb2.GetServerInfoResponse, _abc.Awaitable[_runtime_pb2.GetServerInfoResponse]]:
+        """Which build and which instance answers."""
 
     @_abc_1.abstractmethod
     def GetLoad(
         self,
         request: _runtime_pb2.GetLoadRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_runtime_pb2.GetLoadResponse, _abc.Awaitable[_runtime_pb2.GetLoadResponse]]: ...
+    ) -> _typing.Union[_runtime_pb2.GetLoadResponse, _abc.Awaitable[_runtime_pb2.GetLoadResponse]]:
+        """How busy the replica is now; counters are since the scheduler began."""
 
     @_abc_1.abstractmethod
     def WatchLoad(

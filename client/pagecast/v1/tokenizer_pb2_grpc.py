@@ -62,13 +62,15 @@ class TokenizerServiceServicer(object):
     """
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The ids that a text becomes as a prompt.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The text of a whole sequence of ids.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -34,7 +34,9 @@ class TokenizerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TokenizerServiceAsyncStub: ...
     Tokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]
+    """The ids that a text becomes as a prompt."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]
+    """The text of a whole sequence of ids."""
     CountTokens: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.CountTokensRequest, _tokenizer_pb2.CountTokensResponse]
     """How many tokens a prompt has, without sending them."""
     RenderChat: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.RenderChatRequest, _tokenizer_pb2.RenderChatResponse]
@@ -46,7 +48,9 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Tokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.TokenizeRequest, _tokenizer_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The ids that a text becomes as a prompt."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of a whole sequence of ids."""
     CountTokens: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.CountTokensRequest, _tokenizer_pb2.CountTokensResponse]  # type: ignore[assignment]
     """How many tokens a prompt has, without sending them."""
     RenderChat: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.RenderChatRequest, _tokenizer_pb2.RenderChatResponse]  # type: ignore[assignment]
@@ -60,14 +64,16 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _tokenizer_pb2.TokenizeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tokenizer_pb2.TokenizeResponse, _abc.Awaitable[_tokenizer_pb2.TokenizeResponse]]: ...
+    ) -> _typing.Union[_tokenizer_pb2.TokenizeResponse, _abc.Awaitable[_tokenizer_pb2.TokenizeResponse]]:
+        """The ids that a text becomes as a prompt."""
 
     @_abc_1.abstractmethod
     def Detokenize(
         self,
         request: _tokenizer_pb2.DetokenizeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_tokenizer_pb2.DetokenizeResponse, _abc.Awaitable[_tokenizer_pb2.DetokenizeResponse]]: ...
+    ) -> _typing.Union[_tokenizer_pb2.DetokenizeResponse, _abc.Awaitable[_tokenizer_pb2.DetokenizeResponse]]:
+        """The text of a whole sequence of ids."""
 
     @_abc_1.abstractmethod
     def CountTokens(

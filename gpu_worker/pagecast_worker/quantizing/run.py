@@ -140,7 +140,7 @@ class _Run:
         inputs = dict(zip(kinds, calibration.inputs(layer, list(kinds.values())), strict=True))
         given = {name: inputs[id(weight), expert] for name, (weight, expert) in weights.items()}
         if job.method == "awq":
-            self._scale(layer, whole, given)
+            self._scale(whole, given)
             return {name: rounding.asymmetric(whole.pop(name).float(), job.group, name) for name in weights}, whole
         return {name: self._calibrated(whole.pop(name), given[name], name) for name in weights}, whole
 
@@ -159,7 +159,7 @@ class _Run:
     def _eight_bits(self, weight: Tensor, name: str) -> Stored:
         return rounded(weight, "fp8", 0, name)
 
-    def _scale(self, layer: Layer, whole: dict[str, Tensor], given: dict[str, Inputs]) -> None:
+    def _scale(self, whole: dict[str, Tensor], given: dict[str, Inputs]) -> None:
         """AWQ: moves size from columns that meet large inputs' errors into what makes those inputs, in place of `whole`."""
         config, names = self._model.config, self._model.names
         prefix = next(iter(given)).split(".self_attn.")[0].split(".mlp.")[0] + "."

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, normalizers
 
 from pagecast_scheduler.frontend.token_pieces import SPACE
 
-NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4
-"""GGUF token types."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""GGUF token types. Control tokens and user-defined ones are matched whole in text; the former are special (hidden in output)."""
 
 
 def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:

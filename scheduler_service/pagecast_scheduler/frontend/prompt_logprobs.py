@@ -14,7 +14,6 @@ class PromptRecords:
         self.num_next = 1
         self.parts: list[PromptLogprobs] = []  # all, in order
         self._new: list[tuple[int, PromptLogprobs]] = []
-        self._is_first = True
 
     @property
     def has_origin(self) -> bool:

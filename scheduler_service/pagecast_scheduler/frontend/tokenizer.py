@@ -18,12 +18,9 @@ from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
 from pagecast_scheduler.frontend.gguf_metadata import read_metadata
-from pagecast_scheduler.frontend.gguf_pieces import pieces_backend
+from pagecast_scheduler.frontend.gguf_pieces import CONTROL, USER_DEFINED, pieces_backend
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 from pagecast_scheduler.frontend.token_pieces import SPACE, joins_bytes, pieces_of
-
-CONTROL, USER_DEFINED = 3, 4
-"""GGUF token types that are matched whole in text: control tokens are special (hidden in output), user-defined ones are not."""
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
