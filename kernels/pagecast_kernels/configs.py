@@ -137,7 +137,7 @@ def _small_decode(head_dim: int, device: torch.device | str) -> Decode:
     return Decode(tile=32, warps=4, stages=stages, programs=2 * processors(device))
 
 
-def decode_flat(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str) -> Decode:
+def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> Decode:
     """Launch of decode_flat.paged_decode; the tile is the same for every batch."""
     if shared_memory(device) < _MUCH:
         return _small_decode(head_dim, device)

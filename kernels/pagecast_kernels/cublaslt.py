@@ -114,7 +114,7 @@ class Product:
 
     def __init__(self, lib: Library, problem: Problem, algo: _Algo) -> None:
         self._run = lib._lib.cublasLtMatmul
-        self._problem, self._algo = problem, algo
+        self._problem = problem
         one, nothing = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._scales = one, nothing
         self._operation = (lib.handle, problem.operation, byref(one))

@@ -263,7 +263,7 @@ def paged_decode(
         )  # fmt: skip
     if not q.shape[0]:
         return out
-    (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
-    config = configs.decode_flat(batch, num_kv_heads, num_heads // num_kv_heads, dim, q.device)
+    (batch, _, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+    config = configs.decode_flat(batch, num_kv_heads, dim, q.device)
     tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
     return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config)

@@ -18,7 +18,7 @@ from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
 from pagecast import AsyncClient, Client, SamplingParams, types
 from pagecast.errors import Cancelled, InvalidRequest, NotFound, RequestIdInUse, Unavailable
 from pagecast.v1 import admin_pb2 as admin
-from pagecast.v1 import admin_pb2_grpc
+from pagecast.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from pagecast_worker.oracle import oracle_tokens
 
 VOCAB = 2048
@@ -137,10 +137,16 @@ async def test_async_clients_go_on_join_and_cancel(served: Served) -> None:
 
 
 async def test_a_detached_request_is_ended_by_a_word(served: Served) -> None:
-    async with AsyncClient(served.address) as client:
+    async with AsyncClient(served.address) as client, grpc.aio.insecure_channel(served.address) as channel:
         stream = client.stream(PROMPT, sampling(95, 3500), request_id="detached", detach_grace=60.0)
-        await anext(stream)
+        while not isinstance(await anext(stream), types.Tokens):
+            pass
         stream.cancel()
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:  # else it goes on, and can be read to its end
+            async for _ in stub.ResumeStream(generation_pb2.ResumeStreamRequest(request_id="detached"), timeout=LIMIT_S):
+                pass
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
         async with asyncio.timeout(LIMIT_S):
             while (await client.load()).num_running:
                 await asyncio.sleep(0.05)

@@ -232,6 +232,14 @@ async def test_a_span_per_call_hangs_under_the_callers(traced: tuple[Rig, InMemo
     assert span.end_time > span.start_time and span.name == "pagecast.v1.GenerationService/Generate"
 
 
+async def test_a_trace_that_its_beginner_does_not_sample_gets_no_span(traced: tuple[Rig, InMemorySpanExporter]) -> None:
+    rig, exporter = traced
+    await answer(rig, generate(rig, ("traceparent", f"00-{TRACE}-{PARENT}-00")), 1)
+    await answer(rig, generate(rig), 2)
+    (span,) = exporter.get_finished_spans()
+    assert span.parent is None, "only the call that began a trace of its own"
+
+
 async def test_cancels_and_refusals_are_whole_under_tracing(traced: tuple[Rig, InMemorySpanExporter]) -> None:
     """A cancelled call ends its request and its span; a refused one keeps its trailers."""
     rig, exporter = traced

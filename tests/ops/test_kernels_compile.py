@@ -25,9 +25,9 @@ def test_kernels_compile(arch: int, only: str) -> None:
 
 
 def test_launches_are_smaller_where_there_is_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_hopper = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 4, 128, "cpu"), configs.latent_prefill("cpu")
+    of_hopper = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 128, "cpu"), configs.latent_prefill("cpu")
     monkeypatch.setattr(configs, "arch", lambda device: 89)
-    small = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 4, 128, "cpu"), configs.latent_prefill("cpu")
+    small = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 128, "cpu"), configs.latent_prefill("cpu")
     for more, less in zip(of_hopper, small, strict=True):
         assert less.tile * less.stages < more.tile * more.stages or less.rows < more.rows
     with pytest.raises(configs.UnsupportedError, match="99: use 16 bits"):

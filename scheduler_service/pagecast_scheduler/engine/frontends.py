@@ -68,7 +68,6 @@ class Frontends:
         self._expected = {f.slot for f in known if is_alive(f.pid, f.pid_namespace)}
         self.next_slot = next_slot
         self.num_refused = 0
-        self.num_vanished = 0
         self.changed = False  # who is connected differs from the last `known()` that was saved
 
     def receive(self, identity: bytes, message: Any, now: int) -> Frontend | None:
@@ -182,7 +181,6 @@ class Frontends:
             del self._by_slot[frontend.slot]
             self._by_identity.pop(frontend.identity, None)
             self._expected.discard(frontend.slot)
-            self.num_vanished += 1
             self.changed = True
         return [frontend.slot for frontend in late]
 

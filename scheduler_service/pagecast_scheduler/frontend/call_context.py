@@ -25,7 +25,8 @@ _MAX_TRACESTATE_MEMBERS = 32
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """W3C trace context. parent_id: the caller's span, "" if the trace begins here; span_id: ours."""
+    """W3C trace context. parent_id: the caller's span, "" if the trace begins here; span_id: ours. is_sampled: whether
+    spans of it are recorded, which whoever began it decides."""
 
     trace_id: str
     parent_id: str
@@ -67,7 +68,7 @@ def enter(call: Call) -> None:
 
 def begin_trace() -> Trace:
     """A trace of our own."""
-    return Trace(f"{_trace_ids.getrandbits(128) or 1:032x}", "", span_id(), False)
+    return Trace(f"{_trace_ids.getrandbits(128) or 1:032x}", "", span_id(), True)
 
 
 def span_id() -> str:

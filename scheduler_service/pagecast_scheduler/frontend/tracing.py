@@ -38,8 +38,10 @@ class OtlpSpans(Spans):
         self._processor, self._resource = processor, resource
 
     def record(self, method: str, call: Call, code: str, seconds: float) -> None:
-        """Hands the span to the processor. Names and numbers only: no prompt, no output, no header."""
+        """Hands the span to the processor, unless its trace is not sampled. Names and numbers only: no prompt, no output, no header."""
         trace = call.trace
+        if not trace.is_sampled:
+            return
         flags = self._flags(1)
         state = self._state.from_header([trace.state]) if trace.state else None
         context = self._context(int(trace.trace_id, 16), int(trace.span_id, 16), False, flags, state)
