@@ -6,8 +6,6 @@ cublasLt.h (CUDA 12 and 13), by which an algorithm may be kept and used again wi
 """
 
 import ctypes
-import functools
-from collections.abc import Sequence
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any
 
@@ -58,11 +56,6 @@ class Library:
         pointer = c_void_p()
         self.call(name, byref(pointer), *arguments)
         return pointer
-
-
-@functools.cache
-def library(device: torch.device) -> Library:
-    return Library(device)
 
 
 class Problem:
@@ -130,11 +123,3 @@ class Product:
         )  # fmt: skip
         if status:
             raise BlasError(f"cublasLtMatmul gave status {status}")
-
-
-def product(lib: Library, shape: Sequence[int], dtype: torch.dtype, algorithm: Algorithm) -> Product | None:
-    """The product of (rows, columns, depth) by this algorithm; None where it cannot run."""
-    rows, columns, depth = shape
-    problem = Problem(lib, rows, columns, depth, dtype)
-    algo = problem.algo(algorithm)
-    return None if algo is None else Product(lib, problem, algo)
