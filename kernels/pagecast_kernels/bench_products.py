@@ -33,7 +33,8 @@ def measure() -> dict[str, float]:
     """kernels.gemm8b.M<rows>.ms by what serving uses for that many rows, and .cublas_ms beside it."""
     found: dict[str, float] = {}
     all_weights = weights()
-    for rows in (1, 8, 64, 128, 256):
+    products.prepare(all_weights[0].device)
+    for rows in (1, 8, 16, 32, 64, 96, 128, 192, 256):
         products.prefer("cublas")
         library = step_ms(all_weights, rows, reference.linear)
         ours = step_ms(all_weights, rows, products.linear)
