@@ -123,6 +123,16 @@ def test_recordings_are_private_and_in_order(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
+def test_a_recording_that_is_there_is_kept(tmp_path: Path) -> None:
+    """A scheduler that died is started again with the same file: the recording of its death must not go."""
+    path = tmp_path / "rec"
+    for _ in range(2):
+        Recorder(str(path), with_tokens=True).close()
+    before = tmp_path / "rec.before"
+    assert before.read_bytes() and path.read_bytes()
+    assert before.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_full_disk_ends_the_recording_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
     logs.configure("json", "error")
     recorder = Recorder("/dev/full", with_tokens=True)

@@ -32,7 +32,12 @@ def run(config: EngineConfig) -> int:
     except OSError as error:
         return _say(EXIT_CONFIG, f"run_dir {config.run_dir} cannot be used: {error.strerror}")
     try:
-        engine = Engine(config, _recorder(config))
+        recorder = _recorder(config)
+    except OSError as error:
+        lock.release()
+        return _say(EXIT_CONFIG, f"record {config.record} cannot be written: {error.strerror}")
+    try:
+        engine = Engine(config, recorder)
     except KeysError as error:
         lock.release()
         return _say(EXIT_CONFIG, str(error))

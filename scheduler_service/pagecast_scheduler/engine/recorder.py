@@ -43,13 +43,16 @@ class Recorder:
     """One recording. A disk that refuses ends the recording, never the engine: see `error`."""
 
     def __init__(self, path: str, with_tokens: bool) -> None:
-        """Raises OSError if the file cannot be made; it is readable by its owner only."""
+        """Raises OSError if the file cannot be made; it is readable by its owner only. A recording that is there, as a scheduler that
+        died leaves to the next one, becomes `path`.before."""
         self.with_tokens = with_tokens
         self.error = ""
         self._path = path
         self._salt = os.urandom(16)
         self._flushed_at = 0
         self._encoder = msgspec.msgpack.Encoder()
+        if os.path.isfile(path) and os.path.getsize(path):
+            os.replace(path, f"{path}.before")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._file = open(descriptor, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115 - closed by close()
         self._file.write(MAGIC)
