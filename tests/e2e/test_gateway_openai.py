@@ -74,7 +74,7 @@ def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI, model: str
 def test_refusals_have_the_shape_that_the_sdk_knows(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="nobody", messages=MESSAGES, max_tokens=1)
-    assert unknown.value.code == "model_not_found"
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as hot:
         client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=1, temperature=1000)
     assert hot.value.param == "temperature"

@@ -252,6 +252,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":  # its place is a number of characters, not a field
+            return JSONResponse(body(f"the body is not JSON: {first['ctx']['error']}", "invalid_request_error"), 400)
         path = _path(first["loc"])
         text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
         return JSONResponse(body(f"{path}: {text}" if path else text, "invalid_request_error", path or None), 400)

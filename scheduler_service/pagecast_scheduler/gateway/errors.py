@@ -23,6 +23,9 @@ _OF_CODE: dict[str, tuple[int, str]] = {
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MODEL_UNKNOWN": "model_not_found", "TOKEN_MISSING": "invalid_api_key"}
 """Reasons for which OpenAI has a word of its own; the others appear in lower case."""
 
+_PARAM_OF_REASON = {"MODEL_UNKNOWN": "model", "MODEL_NOT_ALLOWED": "model"}
+"""Reasons that are about one field, where the status names none."""
+
 _PARAMS = {
     "spec.sampling.": "",
     "spec.output.": "",
@@ -62,7 +65,7 @@ def body(message: str, kind: str, param: str | None = None, code: str | None = N
 def of_rpc(error: RpcError) -> tuple[int, dict[str, Any], Mapping[str, str]]:
     """HTTP status, body and headers for a failed call."""
     status, kind = _OF_CODE.get(error.code, (500, "server_error"))
-    param = param_of(error.violations[0].field) if error.violations else None
+    param = param_of(error.violations[0].field) if error.violations else _PARAM_OF_REASON.get(error.reason)
     code = _CODES.get(error.reason, error.reason.lower()) or None
     headers = {}
     if error.retry_after is not None:
