@@ -52,4 +52,15 @@ def test_a_file_that_is_no_batch_is_refused_by_line(tmp_path: Path) -> None:
         refused = pagecast("batch", str(source), "--executor", "oracle")
         assert refused.returncode == 2 and complaint in refused.stderr, refused.stderr
     missing = pagecast("batch", str(tmp_path / "nothing.jsonl"))
-    assert missing.returncode == 2 and "cannot read" in missing.stderr
+    assert missing.returncode == 2 and missing.stderr.endswith("nothing.jsonl: No such file or directory\n")
+
+
+def test_an_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "notes"
+    write(source, 1)
+    for content in ("notes", "notes\n", '{"custom_id": "r0"}\n'):
+        output.write_text(content)
+        refused = pagecast("batch", str(source), "--output", str(output), "--executor", "oracle")
+        assert refused.returncode == 2 and "not an answer of a batch" in refused.stderr and output.read_text() == content
+    nowhere = pagecast("batch", str(source), "--output", str(tmp_path / "no" / "file"), "--executor", "oracle")
+    assert nowhere.returncode == 2 and nowhere.stderr.endswith("file: No such file or directory\n") and "cannot write" in nowhere.stderr

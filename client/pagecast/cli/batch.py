@@ -24,6 +24,8 @@ _PASSED_ON = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "dtype", "executor", "gpu_memory_utilization",
     "cpu_kv_gib",
 )
+_BEGINNING = b'{"id": "batch_req_'
+"""Of every line of an output."""
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -52,8 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, (option for option in options.of(options.SERVE) if option.name in _PASSED_ON))
 
 
-
-
 def run(args: argparse.Namespace) -> int:
     if args.concurrency < 1:
         raise BadBatch(f"--concurrency must be at least 1, not {args.concurrency}")
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     done = answered(output)
     left = [task for task in tasks if task.custom_id not in done]
     if left:
-        with cluster_of(args) as target, output.open("a") as sink:
+        with _opened(output) as sink, cluster_of(args) as target:
             asyncio.run(answer_all(left, target, sink, args.concurrency, len(tasks)))
     failed = sum(status != 200 for status in answered(output).values())
     print(f"{len(tasks)} requests, {len(done)} answered before, {len(left)} now, {failed} failed; written to {output}")
@@ -77,7 +77,7 @@ def read_tasks(source: Path) -> list[Task]:
     try:
         lines = source.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadBatch(f"cannot read {source}: {error}") from None
+        raise BadBatch(f"cannot read {source}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -104,17 +104,37 @@ def _task(line: str, where: str) -> Task:
 
 
 def answered(output: Path) -> dict[str, int]:
-    """Status of every answer in the output so far. A last line that was cut off by a crash is taken away."""
+    """Status of every answer in the output so far. A last line that was cut off by a crash is taken away.
+
+    Raises BadBatch for a file that holds anything else."""
     try:
         text = output.read_bytes()
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise BadBatch(f"cannot read {output}: {error.strerror}") from None
     whole = text[: text.rfind(b"\n") + 1]
+    found: dict[str, int] = {}
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            answer = json.loads(line)
+            found[answer["custom_id"]] = answer["response"]["status_code"]
+        except (ValueError, KeyError, TypeError):
+            raise BadBatch(f"{output}, line {number}: not an answer of a batch; name another file with --output") from None
     if len(whole) != len(text):
+        rest = text[len(whole) :]
+        if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
+            raise BadBatch(f"{output}: its end is not an answer of a batch; name another file with --output")
         with output.open("r+b") as file:
             file.truncate(len(whole))
-    lines = (json.loads(line) for line in whole.splitlines())
-    return {line["custom_id"]: line["response"]["status_code"] for line in lines}
+    return found
+
+
+def _opened(output: Path) -> IO[str]:
+    try:
+        return output.open("a")
+    except OSError as error:
+        raise BadBatch(f"cannot write {output}: {error.strerror}") from None
 
 
 @contextmanager
@@ -187,4 +207,3 @@ async def _answer(http: "httpx.AsyncClient", task: Task) -> dict[str, Any]:
         await asyncio.sleep(min(30.0, float(reply.headers.get("Retry-After", 1)) * 2**attempt))
     response = {"status_code": reply.status_code, "request_id": secrets.token_hex(12), "body": reply.json()}
     return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": task.custom_id, "response": response, "error": None}
-
