@@ -71,6 +71,8 @@ def test_the_token_command_shows_the_token_and_keeps_its_hash(tmp_path: Path, ca
     left = data["token"][0]["expires"] - datetime.now(UTC)
     assert 1.9 < left.total_seconds() / 86400 <= 2 and "expires" not in data["token"][1]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and os.listdir(tmp_path) == ["auth.toml"]
+    assert main(["token", "team/a", "--file", str(path), "--role", "admin"]) == 2
+    assert "team/a is there already" in capsys.readouterr().err and len(tomllib.loads(path.read_text())["token"]) == 2
 
 
 def test_the_server_reads_what_the_token_command_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,14 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["generate", "bad"], 1, "must be at most 100, not 101"),
     (["generate", "x", "--max-tokens", "-1"], 2, "max_tokens must be a whole number"),
     (["generate", "x", "--timeout", "-1"], 2, "must be more than 0 seconds, not -1"),
+    (["generate", "x", "--timeout", "soon"], 2, "must be a number of seconds, not 'soon'"),
+    (["status", "--rank", "0"], 2, "--rank needs --run-dir"),
+    (["status", "--head", "127.0.0.1:x"], 2, "--head must be HOST:PORT, not '127.0.0.1:x'"),
+    (["token", "x", "--days", "many"], 2, "must be a number of days, not 'many'"),
+    (["conformance", "--timeout", "1"], 2, "unrecognized arguments: --timeout 1"),
+    (["conformance", "--schemas", "0"], 2, "--schemas must be at least 1, not 0"),
+    (["conformance", "--json", "/no/such/file"], 2, "cannot write /no/such/file: No such file or directory"),
+    (["admin", "requests"], 2, "has no methods for operators"),
     (["generate", "endless", "--timeout", "0.5"], 1, "the call's timeout ran out"),
     (["generate"], 2, "required: prompt"),
     (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such"),
@@ -46,7 +54,7 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["bench"], 2, "name what to measure"),
 ])
 def test_what_is_wrong_is_said_in_one_line(server: FakeServer, words: list[str], code: int, said: str) -> None:
-    target = ["--target", server.target] if words[0] == "generate" else []
+    target = ["--target", server.target] if words[0] in ("generate", "admin") else []
     done = pagecast(*words, *target)
     assert done.returncode == code
     assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
@@ -77,6 +85,11 @@ def test_chat_keeps_the_history(server: FakeServer) -> None:
         [("system", "be brief"), ("user", "one")],
         [("system", "be brief"), ("user", "one"), ("assistant", "ab"), ("user", "two")],
     ]
+
+
+def test_chat_says_what_a_flag_cannot_hold(server: FakeServer) -> None:
+    done = pagecast("chat", "--seed", "-1", "--target", server.target, stdin="one\n")
+    assert done.returncode == 2 and done.stderr == "pagecast chat: seed must be a whole number from 0 to 2**64 - 1, not -1\n"
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(server: FakeServer) -> None:

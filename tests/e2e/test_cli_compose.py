@@ -263,4 +263,4 @@ def test_what_a_health_check_asks_of_one_process(tmp_path: Path) -> None:
         (tmp_path / "worker-1.progress").write_text(text)
         assert subprocess.run(asked, capture_output=True, timeout=LIMIT_S).returncode == code, text
     done = subprocess.run(status, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2 and done.stderr == "pagecast status: rank needs run_dir\n"
+    assert done.returncode == 2 and done.stderr == "pagecast status: --rank needs --run-dir\n"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from pagecast.admin import LOG_LEVELS, Admin, OpenRequest
 from pagecast.cli import arguments
+from pagecast.errors import PagecastError, RpcError
 
 ACTIONS = {
     "drain": "no new requests; running ones go on",
@@ -18,6 +19,12 @@ ACTIONS = {
 }
 TIMEOUT_S = 30.0
 DEFAULT_LEVEL = "default"
+
+
+class NoOperators(PagecastError):
+    """A listener that serves clients alone."""
+
+    exit_code = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +44,13 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error(f"log-level takes one of {', '.join((*LOG_LEVELS[1:], DEFAULT_LEVEL))}")
     if args.run_dir is not None:
         args.target = f"unix:{args.run_dir}/admin-0.sock"
-    with arguments.connect(args) as client:
-        return _ACTS[args.action](client.admin, args)
+    try:
+        with arguments.connect(args) as client:
+            return _ACTS[args.action](client.admin, args)
+    except RpcError as error:
+        if error.code != "UNIMPLEMENTED":
+            raise
+        raise NoOperators(f"{args.target} has no methods for operators; give --run-dir, or the operators' port as --target") from None
 
 
 def _drain(admin: Admin, args: argparse.Namespace) -> int:

@@ -24,6 +24,13 @@ class WrongAccess(PagecastError):
 
 def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) -> None:
     """timeout: seconds, unless another is given; None waits for ever."""
+    add_server(parser)
+    default = "never" if timeout is None else f"{timeout:g}"
+    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Where the server is and how to get in, for a command that waits as long as it takes."""
     parser.add_argument("--target", default=channel.DEFAULT_TARGET, metavar="HOST:PORT", help="server to ask (default: %(default)s)")
     parser.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
     parser.add_argument("--ca", metavar="FILE", help="PEM file of the authority to trust instead; means --tls")
@@ -31,8 +38,6 @@ def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) ->
     parser.add_argument("--key", metavar="FILE", help="PEM file of the client certificate's key")
     parser.add_argument("--server-name", metavar="NAME", help="name to expect in the server's certificate")
     parser.add_argument("--token-file", metavar="FILE", help=f"file with a bearer token (default: the variable {TOKEN_VARIABLE})")
-    default = "never" if timeout is None else f"{timeout:g}"
-    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
 
 
 def access(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,7 +132,10 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text!r}") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be more than 0 seconds, not {text}")
     return value

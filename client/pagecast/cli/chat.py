@@ -33,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
             try:
                 with client.stream(history, sampling, **options) as stream:
                     show(stream, answer, start)
+            except ValueError as error:  # a flag's value, which the next line would meet as well
+                print(f"pagecast chat: {error}", file=sys.stderr)
+                return 2
             except RpcError as error:
                 print(f"pagecast chat: {error}", file=sys.stderr)
                 if not sys.stdin.isatty():

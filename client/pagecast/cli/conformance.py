@@ -18,14 +18,14 @@ from pagecast.conformance.endpoint import Endpoint
 from pagecast.errors import PagecastError, from_rpc
 
 
-class NoSuchGroup(PagecastError):
-    """A group that there is not."""
+class WrongUse(PagecastError):
+    """A group that there is not, or a value that cannot be worked with."""
 
     exit_code = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_target(parser)
+    arguments.add_server(parser)
     parser.add_argument("--group", action="append", metavar="NAME", help="run this group alone; may be given several times")
     parser.add_argument("--schemas", type=int, metavar="N", help="random JSON Schemas to try (default: 200)")
     parser.add_argument("--list", action="store_true", help="list the cases and run none")
@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
+    if args.schemas is not None and args.schemas < 1:
+        raise WrongUse(f"--schemas must be at least 1, not {args.schemas}")
+    if args.json is not None and not args.list:
+        try:
+            open(args.json, "a").close()  # said now, not after all the cases
+        except OSError as error:
+            raise WrongUse(f"cannot write {args.json}: {error.strerror}") from None
     try:
         results = asyncio.run(_run(args))
     except grpc.RpcError as error:
@@ -69,7 +76,7 @@ def _chosen(args: argparse.Namespace, known: Sequence[cases.Case]) -> list[cases
     names = {case.group for case in known}
     wrong = sorted(set(args.group or ()) - names)
     if wrong:
-        raise NoSuchGroup(f"no group {wrong[0]!r}; there are {', '.join(sorted(names))}")
+        raise WrongUse(f"no group {wrong[0]!r}; there are {', '.join(sorted(names))}")
     chosen = [case for case in known if not args.group or case.group in args.group]
     if args.schemas is not None:
         chosen = [replace(c, data={**c.data, "count": args.schemas}) if c.check == "schemas" else c for c in chosen]

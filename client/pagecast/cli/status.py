@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import socket
 import sys
 from dataclasses import asdict
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from pagecast.cli import arguments
 from pagecast.types import Load, Model
+
+_HEAD = re.compile(r".+:\d{1,5}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.rank is not None and args.run_dir is None:
-        print("pagecast status: rank needs run_dir", file=sys.stderr)
+        print("pagecast status: --rank needs --run-dir", file=sys.stderr)
+        return 2
+    if args.head is not None and not _HEAD.fullmatch(args.head):
+        print(f"pagecast status: --head must be HOST:PORT, not {args.head!r}", file=sys.stderr)
         return 2
     if args.run_dir is not None or args.head is not None:
         serves = _serves(args)

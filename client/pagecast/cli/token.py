@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         if args.file is None:
             print(f"# Add this to the file of principals (--auth-file):\n{entry}", file=sys.stderr)
         else:
-            _append(Path(args.file), args.principal, args.roles or ["infer"], entry)
+            _append(Path(args.file), args.principal, args.roles, entry)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         print(f"pagecast token: cannot add to {args.file}: {reason}", file=sys.stderr)
@@ -47,19 +47,21 @@ def _entry(principal: str, token_id: str, secret: str, days: float | None) -> st
     return "\n".join(lines) + "\n"
 
 
-def _append(path: Path, principal: str, roles: list[str], entry: str) -> None:
+def _append(path: Path, principal: str, roles: list[str] | None, entry: str) -> None:
     """Puts a new file in place, so that a server that reads meanwhile sees the old one or the new one whole.
 
-    Raises OSError, or ValueError for a file that is no TOML.
+    Raises OSError, or ValueError for a file that is no TOML, and for roles of a principal that it knows: they stand there.
     """
     import tomllib
 
     path = path.resolve()
     before = path.read_text() if path.exists() else ""
     known = tomllib.loads(before).get("principal", {})
+    if principal in known and roles:
+        raise ValueError(f"principal {principal} is there already: change its roles in the file, and leave --role out")
     text = before + ("\n" if before and not before.endswith("\n") else "")
     if principal not in known:
-        listed = ", ".join(f'"{role}"' for role in dict.fromkeys(roles))
+        listed = ", ".join(f'"{role}"' for role in dict.fromkeys(roles or ["infer"]))
         text += f'\n[principal."{principal}"]\nroles = [{listed}]\n'
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -75,7 +77,10 @@ def _append(path: Path, principal: str, roles: list[str], entry: str) -> None:
 
 
 def _days(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number of days, not {text!r}") from None
     if not 0 < value <= 36_500:
         raise argparse.ArgumentTypeError(f"must be more than 0 and at most 36500 days, not {text}")
     return value
