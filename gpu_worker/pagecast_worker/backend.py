@@ -1,7 +1,9 @@
 """What differs between a CPU and a GPU: operators, number type, staging, and whether steps are captured as graphs."""
 
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,8 @@ from pagecast_worker.staging import Staging
 
 BFLOAT16_GAIN = 0.8
 """On a CPU bfloat16 is taken where its products need less than this share of float32's time; the margin keeps the choice stable."""
+DTYPE_FILE = "worker.dtype"
+"""In the run directory: the number type that `auto` meant on this CPU."""
 
 
 class Backend:
@@ -45,7 +49,7 @@ class Backend:
     def _dtype_name(self, shape: ModelConfig) -> str:
         if self.config.dtype != "auto":
             return self.config.dtype
-        return "bfloat16" if self.is_cuda else str(faster_dtype(shape)).removeprefix("torch.")
+        return "bfloat16" if self.is_cuda else chosen_once(Path(self.config.run_dir) / DTYPE_FILE, lambda: faster_dtype(shape))
 
     def prepare(self, model: Decoder) -> None:
         """Operators and staging for a loaded model."""
@@ -167,6 +171,19 @@ def _scratch(config: WorkerConfig, model: Decoder, device: torch.device) -> dict
     if experts is not None:
         found["mixture"] = triton_ops.experts_workspace(experts.count, device)
     return found
+
+
+def chosen_once(file: Path, choose: Callable[[], torch.dtype]) -> str:
+    """The name of what `choose` gave to the first worker that asked: one that starts again goes on with the numbers of the one before."""
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        name = str(choose()).removeprefix("torch.")
+    if file.parent.is_dir():  # else this worker has no supervisor that would start it again
+        draft = file.with_suffix(".draft")
+        draft.write_text(name)
+        draft.replace(file)
+    return name
 
 
 def faster_dtype(shape: ModelConfig) -> torch.dtype:

@@ -107,7 +107,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("executor", str, "torch", "what runs plans: torch, or the model-free oracle", _WORK, choices=("torch", "oracle")),
     Option("device", str, "auto", "auto, cpu, cuda or cuda:N", _WORK),
     Option("dtype", str, "auto",
-           "auto, float32, bfloat16 or float16; auto is bfloat16 on a GPU, on a CPU the faster one as measured at each start", _WORK,
+           "auto, float32, bfloat16 or float16; auto is bfloat16 on a GPU, on a CPU what is faster when the cluster starts", _WORK,
            choices=("auto", "float32", "bfloat16", "float16")),
     Option("quantization", str, None, "round a model's weights while they are loaded: fp8, or int4 in groups of 128", _WORK,
            choices=("fp8", "int4")),

@@ -1,8 +1,8 @@
 """The folder in which a cluster's processes find each other: private, locked while in use, gone afterwards.
 
 Owns the folder and the lock in it. Holds sockets (*.ipc), addresses and signs of readiness of front ends (frontend-<i>.address,
-frontend-<i>.serving), loading progress (worker-<rank>.progress), signs of life (*.pulse), the scheduler's small state and the front
-ends' common key, which means nothing once the prefix cache is gone.
+frontend-<i>.serving), loading progress (worker-<rank>.progress), signs of life (*.pulse), what number type a CPU was found to be faster
+with (*.dtype), the scheduler's small state and the front ends' common key, which means nothing once the prefix cache is gone.
 """
 
 import fcntl
@@ -21,7 +21,8 @@ _PREFIX: Final = "pagecast-"
 _LONGEST_SOCKET: Final = "frontends.ipc"
 _LOCK: Final = "supervisor.lock"
 _OURS: Final = (
-    "*.ipc", "*.address", "*.serving", "*.progress", "*.draft", "*.new", "*.pulse", "scheduler.state", "scheduler.lock", "namespace.key",
+    "*.ipc", "*.address", "*.serving", "*.progress", "*.draft", "*.new", "*.pulse", "*.dtype", "scheduler.state", "scheduler.lock",
+    "namespace.key",
 )  # fmt: skip
 
 
