@@ -10,11 +10,22 @@ from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import StepPlan
 from pagecast_wire.result import FLAG_DEAD, FLAG_IDLE, FLAG_STOP, StepResult
 from pagecast_worker.row_book import Int
-from pagecast_worker.token_rules import PromptPart
 
 Arrays = list[NDArray[np.int32]]
 Runs = Sequence[tuple[int, list[int]]]
 """Forced tokens to tell of: (where the token before them stands among the step's, the tokens)."""
+
+
+@dataclass(slots=True)
+class PromptPart:
+    """Log-probabilities of prompt tokens [start, start + count) of a row, of `num` best tokens each. first: where the chunk that
+    computes them begins among the step's prefill tokens."""
+
+    row: int
+    start: int
+    count: int
+    num: int
+    first: int
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from pagecast_wire.codec import view_u32
 from pagecast_wire.plan import Admission
 from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
 from pagecast_worker.executor import PlanError
+from pagecast_worker.results import PromptPart
 from pagecast_worker.row_book import Forced, Int
 from pagecast_worker.staging import Packet, Staging
 
@@ -113,7 +114,7 @@ class TokenRules:
         among = np.flatnonzero(constrained[places])
         return StepRules(places, rows[places], kinds[places], among, logprob_places, wanted[logprob_places])
 
-    def prompt_parts(self, rows: Int, starts: Int, lengths: Int) -> list["PromptPart"]:
+    def prompt_parts(self, rows: Int, starts: Int, lengths: Int) -> list[PromptPart]:
         """Which chunks of a step tell log-probabilities of the prompt."""
         if not self._asking:
             return []
@@ -180,18 +181,6 @@ class TokenRules:
             raise PlanError("allowed_token_ids holds no id of the model")
         known = ids < self.vocab_size
         return allowed[allowed < self.vocab_size].astype(np.int32), ids[known].astype(np.int32), values[known].view(np.int32)
-
-
-@dataclass(slots=True)
-class PromptPart:
-    """Log-probabilities of prompt tokens [start, start + count) of a row, of `num` best tokens each. first: where the chunk that
-    computes them begins among the step's prefill tokens."""
-
-    row: int
-    start: int
-    count: int
-    num: int
-    first: int
 
 
 def kinds_of(sampling: SamplingParams) -> int:

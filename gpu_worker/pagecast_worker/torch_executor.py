@@ -32,14 +32,14 @@ from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_fo
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import Ranks
 from pagecast_worker.precompile import start_precompilation
-from pagecast_worker.results import Arrays, Kept, SubStep, build_result
+from pagecast_worker.results import Arrays, Kept, PromptPart, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
 from pagecast_worker.sharing import SharedOnDevice, sharing_for
 from pagecast_worker.split_sampler import Filters, draw_from_shards
 from pagecast_worker.staging import Download, Packet
 from pagecast_worker.step_outputs import Decoded, SampleInputs
-from pagecast_worker.token_rules import Masks, PromptPart, StepRules, TokenRules
+from pagecast_worker.token_rules import Masks, StepRules, TokenRules
 
 MAX_PROMPT_LOGITS = 64
 """Prompt positions that go through the head at a time for their log-probabilities."""

@@ -101,10 +101,10 @@ def test_what_differs_is_named_before_anything_is_loaded(tmp_path: Path) -> None
         ):
             stop = Peer(context, tmp_path, 1, **wrong).receive()
             assert isinstance(stop, StopWorker) and all(word in stop.reason for word in ("refused", *words))
-        zero.send(zero.join)
         heard = engine._group._silent_since
         while heard[0] <= heard[1]:
             assert time.monotonic() < end
+            zero.send(zero.join)
             time.sleep(0.02)
         late = heard[1] + int(engine._group.config.rank_timeout_s * SECOND) + 1  # for rank 1, not for rank 0, of which more was heard
         missing = engine._group.missing(0, late)

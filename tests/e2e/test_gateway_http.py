@@ -77,6 +77,13 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
     assert "Traceback" not in reply.text and "pagecast_scheduler" not in reply.text
 
 
+@pytest.mark.parametrize("seconds", [1.8e299, 1e12, 1e-12])
+def test_a_budget_out_of_range_is_refused_by_name_or_kept(served: Served, seconds: float) -> None:
+    body = {"model": "oracle", "prompt": "x", "max_tokens": 2, "time_budget_s": seconds}
+    reply = httpx.post(f"{served.http}/v1/completions", json=body, timeout=LIMIT_S)
+    assert reply.status_code == 200 or "time_budget" in reply.json()["error"]["param"], reply.text
+
+
 def test_a_body_above_the_limit_is_refused(served: Served) -> None:
     big = json.dumps({"prompt": "x" * (8 << 20)}).encode()
     parts = [big[i : i + 65536] for i in range(0, len(big), 65536)]

@@ -281,7 +281,7 @@ def test_prepare_gives_up_in_time(monkeypatch):
     """The vocabulary is not the constraint's fault: the clock starts when it is there."""
     monkeypatch.setattr("pagecast_worker.constraints.COMPILE_SECONDS", 0.05)
     release, answered, answers = threading.Event(), threading.Event(), []
-    monkeypatch.setattr("pagecast_worker.constraints.grammar_of", lambda constraint: release.wait(60) and "")
+    monkeypatch.setattr("pagecast_worker.constraints.grammar_of", lambda constraint, vocabulary: release.wait(60) and "")
     slow = ConstraintBook(vocabulary, VOCAB, [END])
     slow.prepare(OTHERS[0], lambda digest, found: (answers.append(found), answered.set()))
     assert answered.wait(60)

@@ -150,7 +150,7 @@ def _limit(spec: pb.GenerationSpec, max_tokens: int | None) -> None:
 
 def _duration(seconds: float) -> Duration:
     made = Duration()
-    made.FromNanoseconds(min(round(seconds * 1e9), 10**18))
+    made.FromNanoseconds(round(min(seconds, 1e9) * 1e9))
     return made
 
 
