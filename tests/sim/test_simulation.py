@@ -36,6 +36,12 @@ def test_one_seed_is_one_run() -> None:
         assert list(map(str, first.trace)) == list(map(str, second.trace))
 
 
+@pytest.mark.parametrize("seed", [76072])
+def test_seeds_that_once_failed(seed: int) -> None:
+    """76072: a row gave up its place for nobody, nothing was in flight, and what its blocks made possible was never planned."""
+    assert simulate(seed).num_plans > 0
+
+
 def test_scenarios_have_every_feature() -> None:
     seen = {feature for seed in range(300) for feature in draw(seed).features}
     assert seen == set(FEATURES)

@@ -14,7 +14,21 @@ from pagecast_wire.plan import StepPlan
 
 
 def make_plan(s: State, now: int) -> StepPlan | None:
-    """The next plan, or None if no row has anything to do."""
+    """The next plan, or None if no row has anything to do.
+
+    A row that gives up its place may free blocks too late for the decodes before it: what they make possible is planned at once, as
+    with nothing in flight no result would ask for a plan again.
+    """
+    while True:
+        num_released = len(s.released)
+        draft = _draft(s, now)
+        if not draft.is_empty:
+            return _commit(s, draft, now)
+        if len(s.released) == num_released:
+            return None
+
+
+def _draft(s: State, now: int) -> PlanDraft:
     draft = PlanDraft()
     _plan_decodes(s, draft, now)
     budget = s.config.max_num_batched_tokens - len(draft.stepping)
@@ -25,9 +39,7 @@ def make_plan(s: State, now: int) -> StepPlan | None:
     is_open = s.rows.num_free or s.rows.num_paused
     if len(s.queue) and budget > 0 and is_open and not draft.stalled:  # blocks that come free are for decodes first
         admit_waiting(s, draft, budget, now)
-    if draft.is_empty:
-        return None
-    return _commit(s, draft, now)
+    return draft
 
 
 def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
