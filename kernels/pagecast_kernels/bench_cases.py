@@ -23,6 +23,11 @@ READ_TB_S, BF16_TFLOP_S = 4.55, 790.0  # ceilings measured on an H200
 Launch = Callable[[], object]
 
 
+def has_gpu() -> bool:
+    """Whether there is a GPU that torch can use; without one nothing here can be measured."""
+    return torch.cuda.is_available()
+
+
 @dataclass(frozen=True)
 class Pool:
     """A KV pool shared by all attention cases, and an order in which to hand out its blocks."""

@@ -73,10 +73,10 @@ def _tiles(length, WINDOW: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def attend(
     q, k_ptr, v_ptr, table, kv_head, length, start, count, scale, softcap, top, total, values,
-    ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attention of q [ROWS, LANES] over `count` tiles from token `start`, added to the state (top, total, values).
+    """Attention of q [rows, LANES] over `count` tiles from token `start`, added to the state (top, total, values).
 
     scale and softcap come from `configs.score_scale`.
     """
@@ -188,7 +188,7 @@ def _paged_decode(
                     top, total, values = nothing_seen(ROWS, LANES)
                 top, total, values = attend(
                     q, k_ptr, v_ptr, table, kv_head, length, skip + first * TILE, count, scale, softcap, top, total, values,
-                    ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
+                    NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, WINDOW, SOFTCAP, TILE, STAGES,
                 )  # fmt: skip
             if count == own:
                 tl.store(heads_at(out_ptr, head_row, row, lane, DIM), values / total[:, None], held)

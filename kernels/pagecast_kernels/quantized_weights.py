@@ -27,13 +27,8 @@ def tile_columns(kind: Kind) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight [rows, columns] = (value - zero) · scale; rows of padding and columns of padding hold nothing that is ever added.
-
-    paired: rows are gate rows and then as many up rows, and lie in tiles as eight of each in turn, so that one thread holds both
-    of a pair. words int32[N / 64, K / tile, 1024]; scales float32[G, N], G groups of `group` columns, or G = 1 and group 0 for whole rows;
-    zeros float32[G, N] of the stored (biased) values, or None where every zero is BIAS[kind].
-    """
+class _Packed:
+    """What a weight and those of experts have in common."""
 
     kind: Kind
     rows: int
@@ -43,6 +38,16 @@ class PackedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     paired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight(_Packed):
+    """A weight [rows, columns] = (value - zero) · scale; rows of padding and columns of padding hold nothing that is ever added.
+
+    paired: rows are gate rows and then as many up rows, and lie in tiles as eight of each in turn, so that one thread holds both
+    of a pair. words int32[N / 64, K / tile, 1024]; scales float32[G, N], G groups of `group` columns, or G = 1 and group 0 for whole rows;
+    zeros float32[G, N] of the stored (biased) values, or None where every zero is BIAS[kind].
+    """
 
     @property
     def nbytes(self) -> int:
@@ -51,20 +56,12 @@ class PackedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedExperts:
+class PackedExperts(_Packed):
     """The same of E experts, each a PackedWeight of this shape: words [E, ..], scales and zeros [E, G, N].
 
     order int32[E, K]: which column of x each column of an expert's weight belongs to; None: its own.
     """
 
-    kind: Kind
-    rows: int
-    columns: int
-    group: int
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    paired: bool = False
     order: Tensor | None = None
 
     @property

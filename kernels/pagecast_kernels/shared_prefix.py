@@ -91,7 +91,7 @@ def _attend_prefix(
         top, total, values = nothing_seen(ROWS, LANES)
         top, total, values = attend(
             q, k_ptr, v_ptr, table, kv_head, length, first * TILE, tiles, scale, softcap, top, total, values,
-            ROWS, NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, 0, SOFTCAP, TILE, STAGES,
+            NUM_KV_HEADS, BLOCK_SIZE, DIM, LANES, 0, SOFTCAP, TILE, STAGES,
         )  # fmt: skip
         slot = head_row * SPLITS + split
         tl.store(stats_ptr + 2 * slot, top, inside)

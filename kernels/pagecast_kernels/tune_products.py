@@ -68,13 +68,14 @@ def best(case: Case, problem: cublaslt.Problem, lib: cublaslt.Library, most: int
 
 
 def tune(
-    shapes: Iterable[tuple[int, int]], rows: Iterable[int], device: torch.device, *, only_decode: Iterable[tuple[int, int]] = (),
+    shapes: Iterable[tuple[int, int]], rows: Iterable[int], *, only_decode: Iterable[tuple[int, int]] = (),
     report: Callable[[str], None] = print,
 ) -> tuple[int, dict[str, dict[str, list[str] | None]], dict[str, float]]:
     """(library version, products for product_table.write, metrics) of bf16 products with weights of [columns, depth] by these rows.
 
     only_decode: shapes that are never asked for more rows than a decode step has. Raises OSError, cublaslt.BlasError.
     """
+    device = torch.device("cuda", torch.cuda.current_device())
     lib = cublaslt.Library(device)
     few, found, metrics = set(only_decode), {}, {}
     for columns, depth in shapes:
@@ -93,9 +94,9 @@ def tune(
     return lib.version, found, metrics
 
 
-def write_table(device: torch.device, version: int, found: dict[str, Any], note: dict[str, Any]) -> str:
-    """Into the table of this device; gives its path."""
-    name = torch.cuda.get_device_name(device)
+def write_table(version: int, found: dict[str, Any], note: dict[str, Any]) -> str:
+    """Into the table of torch's current device; gives its path."""
+    name = torch.cuda.get_device_name()
     file = product_table.path(name)
     product_table.write(file, name, version, found, note)
     return str(file)

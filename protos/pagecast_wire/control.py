@@ -200,6 +200,10 @@ class WorkersEnded(Struct, frozen=True, forbid_unknown_fields=True, tag="workers
     num_requests: int
 
 
+LOG_LEVELS = ("", "debug", "info", "warning", "error")
+"""In the order of pagecast.v1.LogLevel; "" is what each process was configured with."""
+
+
 class SetLogLevel(Struct, frozen=True, forbid_unknown_fields=True, tag="set_log_level"):
     """For every process of the cluster: "debug", "info", "warning", "error", or "" for what each was configured with. Front ends learn it
     from the status, workers by LogLevel. Answered by LogLevelSet."""

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from frontend.piece_files import sentencepiece_like, write_pieces
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from worker.family_model import write_family
 from worker.gguf_model import write
+from worker.tiny_model import write_tokenizer
 
 from pagecast import LLM, Client, SamplingParams
 from pagecast_scheduler.frontend.tokenizer import load_tokenizer
@@ -18,14 +19,6 @@ TEXTS = ["a", "The capital of France is", "好" * 20]
 TIE = 1e-4
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def write_byte_tokenizer(folder: Path) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: place + 3 for place, letter in enumerate(alphabet)} | {"<s>": 1, "</s>": 2}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
 
 
 @torch.inference_mode()
@@ -38,7 +31,7 @@ def behind(model: torch.nn.Module, prompt: tuple[int, ...], output: tuple[int, .
 @pytest.mark.parametrize(("name", "ranks"), [("Gemma3ForCausalLM", 1), ("Qwen3MoeForCausalLM", 2), ("DeepseekV3ForCausalLM", 1)])
 def test_greedy_tokens_through_the_whole_chain(tmp_path: Path, name: str, ranks: int) -> None:
     folder, model = write_family(name, tmp_path, vocab_size=320)
-    write_byte_tokenizer(folder)
+    write_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7, "eos_token_id": 2}))
     options = {"dtype": "float32", "num_blocks": 24, "max_num_seqs": 4, "tensor_parallel_size": ranks, "check_invariants": True}
     with LLM(str(folder), **options) as llm, Client(llm.target) as client:

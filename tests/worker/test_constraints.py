@@ -14,7 +14,7 @@ from llguidance import LLParserLimits
 from worker.plan_driver import Driver, Job, Later
 from worker.random_schemas import schema_text
 from worker.smollm2 import GGUF
-from worker.tiny_model import write_config
+from worker.tiny_model import wide_executor
 
 from pagecast_kernels.plain_token_rules import EARLY
 from pagecast_wire.codec import pack_u32
@@ -124,15 +124,8 @@ def test_every_other_kind(book):
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory):
-    """Made-up weights with the vocabulary of SmolLM2: logits that want nothing."""
-    shape = write_config(tmp_path_factory.mktemp("wide"), vocab_size=VOCAB, hidden_size=64, intermediate_size=64, eos_token_id=END)
-    config = WorkerConfig(
-        run_dir="/unused", model=str(GGUF), random_weights=str(shape), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=16
-    )
-    made = TorchExecutor(config)
-    made.load(lambda progress: None)
-    yield made
-    made.close()
+    with wide_executor(tmp_path_factory.mktemp("wide"), VOCAB, END) as made:
+        yield made
 
 
 def sampling(constraint: Constraint | None, seed: int, **values) -> SamplingParams:

@@ -11,7 +11,7 @@ from worker.graphs_here import MixedHere, ReplayedHere
 from worker.plan_driver import Later
 from worker.random_schemas import schema_text
 from worker.smollm2 import GGUF
-from worker.tiny_model import write_config
+from worker.tiny_model import wide_executor
 
 from pagecast_scheduler.core import invariants, policy
 from pagecast_scheduler.core.config import SchedulerConfig
@@ -21,10 +21,8 @@ from pagecast_wire.constraints import constraint_digest, grammar_of, limits
 from pagecast_wire.intake import Accepted, Finished, Submit
 from pagecast_wire.plan import Admission
 from pagecast_wire.sampling import Constraint, ConstraintFault, ConstraintKind, FinishReason, SamplingParams, StopRules
-from pagecast_worker.config import WorkerConfig
 from pagecast_worker.constraints import MOST_AHEAD, ConstraintBook
 from pagecast_worker.mixed_graphs import Size
-from pagecast_worker.torch_executor import TorchExecutor
 from pagecast_worker.vocabulary import load_vocabulary
 
 VOCAB, END, PROMPT = 49152, 2, [100, 200, 300]
@@ -47,15 +45,8 @@ def vocabulary():
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory):
-    torch.set_num_threads(1)
-    shape = write_config(tmp_path_factory.mktemp("wide"), vocab_size=VOCAB, hidden_size=64, intermediate_size=64, eos_token_id=END)
-    config = WorkerConfig(
-        run_dir="/unused", model=str(GGUF), random_weights=str(shape), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=16
-    )
-    made = TorchExecutor(config)
-    made.load(lambda progress: None)
-    yield made
-    made.close()
+    with wide_executor(tmp_path_factory.mktemp("wide"), VOCAB, END) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
 """Model folders small enough for any test: a config.json, and weights where they are wanted."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from worker.smollm2 import GGUF
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.torch_executor import TorchExecutor
@@ -72,6 +75,20 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}')
     return folder
+
+
+@contextmanager
+def wide_executor(folder: Path, vocab_size: int, end: int) -> Iterator[TorchExecutor]:
+    """Made-up weights with the vocabulary of SmolLM2, loaded: logits that want nothing."""
+    torch.set_num_threads(1)
+    shape = write_config(folder, vocab_size=vocab_size, hidden_size=64, intermediate_size=64, eos_token_id=end)
+    config = WorkerConfig(
+        run_dir="/unused", model=str(GGUF), random_weights=str(shape), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=16
+    )
+    made = TorchExecutor(config)
+    made.load(lambda progress: None)
+    yield made
+    made.close()
 
 
 def load_tiny(folder, num_blocks: int) -> TorchExecutor:

@@ -82,8 +82,6 @@ def products_of(config: dict[str, Any], ranks: int = 1) -> list[tuple[int, int]]
 
 def tune(args: argparse.Namespace) -> int:
     """Measure every product of the named models and write the table of this GPU."""
-    import torch
-
     from pagecast.bench import model_shapes, results
     from pagecast_kernels import cublaslt, tune_products
 
@@ -93,28 +91,27 @@ def tune(args: argparse.Namespace) -> int:
         return 2
     products = [products_of(model_shapes.SHAPES[name], args.tensor_parallel_size) for name in args.tune]
     rows = args.tune_rows or [*tune_products.DECODE_ROWS, *tune_products.MIXED_ROWS]
-    shapes, device = list(dict.fromkeys(shape for model in products for shape in model)), torch.device("cuda", torch.cuda.current_device())
+    shapes = list(dict.fromkeys(shape for model in products for shape in model))
     try:
-        version, found, metrics = tune_products.tune(shapes, rows, device, only_decode=[model[-1] for model in products])
+        version, found, metrics = tune_products.tune(shapes, rows, only_decode=[model[-1] for model in products])
     except (OSError, cublaslt.BlasError) as error:
         print(f"pagecast bench kernels: {error}", file=sys.stderr)
         return 1
     print(results.write(args.results, "tune", metrics, {}))
-    print(tune_products.write_table(device, version, found, results.provenance(datetime.now(UTC))))
+    print(tune_products.write_table(version, found, results.provenance(datetime.now(UTC))))
     return 0
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from pagecast.bench import results
+    from pagecast_kernels import bench_cases
 
-    if not torch.cuda.is_available():
+    if not bench_cases.has_gpu():
         print("pagecast bench kernels: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
     if args.tune:
         return tune(args)
-    from pagecast_kernels import bench_cases, bench_products
+    from pagecast_kernels import bench_products
 
     parts = set(args.parts.split(","))
     metrics = attention_metrics(bench_cases, parts)

@@ -7,7 +7,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-from typing import Any
 
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import EngineOptions, Pagecast
@@ -39,9 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
+    from pagecast_kernels import bench_cases
 
-    if not torch.cuda.is_available():
+    if not bench_cases.has_gpu():
         print("pagecast bench quantized: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
     parts = set(args.parts.split(","))
@@ -93,25 +92,15 @@ def _seconds(shape: str, variant: tuple[dict[str, str], tuple[str, ...]], args: 
 
 def memory_metrics() -> dict[str, float]:
     """Bytes of all weights, and blocks of KV, as shares of those in 16 bits. Each variant is loaded in this process and dropped."""
-    import torch
+    from pagecast_worker.measure_memory import weights_and_blocks
 
-    from pagecast_worker.config import WorkerConfig
-    from pagecast_worker.torch_executor import TorchExecutor
-
-    weights: dict[str, float] = {}
+    weights: dict[str, int] = {}
     blocks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="pagecast-bench-") as folder:
         shape = model_shapes.write("llama8b", folder)
         for name, (options, _) in VARIANTS.items():
-            given: dict[str, Any] = {"enforce_eager": True, "max_model_len": 8192, **options}
-            config = WorkerConfig(run_dir=".", model="random", random_weights=shape, device="cuda", **given)
-            before, executor = torch.cuda.memory_allocated(), TorchExecutor(config)
-            blocks[name] = executor.load(lambda progress: None)[1]
-            weights[name] = torch.cuda.memory_allocated() - before - sum(part.nbytes for part in executor.cache.storage)
+            weights[name], blocks[name] = weights_and_blocks(shape, {"max_model_len": 8192, **options})
             print(f"{name}: {weights[name] / 1e9:.3f} GB without the cache, {blocks[name]} blocks", flush=True)
-            executor.close()
-            del executor
-            torch.cuda.empty_cache()
     return {
         "quantization.fp8_kv.capacity_ratio": blocks["fp8_kv"] / blocks["bf16"],
         "quantization.int4.memory_ratio": weights["int4"] / weights["bf16"],

@@ -7,6 +7,8 @@ or *clean* (ref_count 0, no content). Block 0 is the null block and never leaves
 import numpy as np
 from numpy.typing import NDArray
 
+from pagecast_wire.plan import NULL_BLOCK
+
 Blocks = NDArray[np.int64]
 EMPTY: Blocks = np.zeros(0, np.int64)
 
@@ -22,7 +24,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
-        self.ref_count[0] = 1  # the null block's holder is the pool
+        self.ref_count[NULL_BLOCK] = 1  # the null block's holder is the pool
         self.has_content = np.zeros(num_blocks, np.bool_)
         self.num_clean = num_blocks - 1
         self.num_cached = 0

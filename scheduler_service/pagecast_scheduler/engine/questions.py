@@ -19,6 +19,7 @@ from pagecast_scheduler.engine.intake import Intake
 from pagecast_scheduler.engine.logs import logger, set_level
 from pagecast_scheduler.engine.workers import WorkerGroup
 from pagecast_wire.control import (
+    LOG_LEVELS,
     Audit,
     AuditReport,
     CancelReport,
@@ -40,8 +41,6 @@ from pagecast_wire.intake import Phase
 from pagecast_wire.sampling import FinishReason
 
 QUESTIONS = (CancelRequests, ListRequests, SetDrain, ResetPrefixCache, RestartWorkers, SetLogLevel, Audit)
-LEVELS = ("", "debug", "info", "warning", "error")
-"""Of SetLogLevel."""
 
 
 class Questions:
@@ -82,7 +81,7 @@ class Questions:
     def _set_log_level(self, question: SetLogLevel) -> LogLevelSet:
         """Here and in every worker at once; front ends read it in the next status. A level that is none changes nothing."""
         previous = self._group.log_level
-        if question.level not in LEVELS:
+        if question.level not in LOG_LEVELS:
             return LogLevelSet(question.ticket, previous)
         set_level(question.level or self._group.config.log_level)
         self._group.set_log_level(question.level)

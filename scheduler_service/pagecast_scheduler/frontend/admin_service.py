@@ -22,15 +22,6 @@ _PRIORITIES = {
 }
 
 
-_LOG_LEVELS = {
-    pb.LOG_LEVEL_UNSPECIFIED: "",
-    pb.LOG_LEVEL_DEBUG: "debug",
-    pb.LOG_LEVEL_INFO: "info",
-    pb.LOG_LEVEL_WARNING: "warning",
-    pb.LOG_LEVEL_ERROR: "error",
-}
-
-
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """See the proto; every method holds for the replica."""
 
@@ -92,10 +83,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def SetLogLevel(self, request: Any, context: Any) -> pb.SetLogLevelResponse:
         """How much every process logs."""
-        if request.level not in _LOG_LEVELS:
+        if not 0 <= request.level < len(control.LOG_LEVELS):
             raise field_violation("level", f"must be a LogLevel of this server's, not {request.level}")
-        told = await self._engine.ask(control.SetLogLevel(0, _LOG_LEVELS[request.level]))
-        previous = next(level for level, name in _LOG_LEVELS.items() if name == told.previous)
+        told = await self._engine.ask(control.SetLogLevel(0, control.LOG_LEVELS[request.level]))
+        previous = control.LOG_LEVELS.index(told.previous)
         return pb.SetLogLevelResponse(previous=previous)
 
     async def CheckInvariants(self, request: Any, context: Any) -> pb.CheckInvariantsResponse:
