@@ -11,7 +11,8 @@ from pagecast_kernels import bench_cases, cublaslt, product_table, products, ref
 
 DECODE_ROWS = (2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 112, 128, 160, 192, 224, 256)
 """The batch sizes that serving has graphs for, most of them."""
-MIXED_ROWS = (320, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384)
+MIXED_ROWS = (*range(320, 1024, 64), *range(1024, 2048, 256), *range(2048, 4096, 512), 4096, 8192, 16384)
+"""The padded sizes of steps with chunks, and what larger steps are rounded to."""
 GAIN = 0.99
 """An algorithm is kept where it needs less than this share of the time of torch's own choice."""
 
