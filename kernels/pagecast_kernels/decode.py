@@ -26,10 +26,12 @@ from pagecast_kernels.shares import add_shares, arrives_last, owner, sequence_of
 class DecodeWorkspace:
     """Device memory of one launch at a time; launches of one stream may share it, whatever their shapes up to its size.
 
-    counters int32[sequences · Hkv], zero between launches; parts float32[2 · programs, rows, D]; stats float32[2 · programs, 2, rows].
+    counters int32[sequences · Hkv] and teams int32[2 · programs], zero between launches; parts float32[2 · programs, rows, D]; stats
+    float32[2 · programs, 2, rows].
     """
 
     counters: Tensor
+    teams: Tensor
     parts: Tensor
     stats: Tensor
 
@@ -50,6 +52,7 @@ def decode_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim:
     programs, rows = configs.max_decode_programs(device), num_heads // num_kv_heads
     return DecodeWorkspace(
         torch.zeros(max_seqs * num_kv_heads, dtype=torch.int32, device=device),
+        torch.zeros(2 * programs, dtype=torch.int32, device=device),
         torch.empty((2 * programs, rows, head_dim), dtype=torch.float32, device=device),
         torch.empty((2 * programs, 2, rows), dtype=torch.float32, device=device),
     )

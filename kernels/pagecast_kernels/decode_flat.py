@@ -17,7 +17,7 @@ from pagecast_kernels import configs, decode
 from pagecast_kernels.decode import DecodeWorkspace, combine, decode_workspace
 from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen
 from pagecast_kernels.paging import heads_at, load_tile, runs_of, zero_padding
-from pagecast_kernels.shares import arrives_last, owner, share_of, store_part
+from pagecast_kernels.shares import add_members, arrives_last, owner, share_of, store_part
 
 _CHUNK = 32  # tiles that a program of `_list_tiles` writes at a time
 
@@ -99,24 +99,56 @@ def _finish(
 
 @triton.jit
 def _arrive(
-    head_begin, own, head_row, place, kv_head, share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    head_begin, own, head_row, place, kv_head, share, extra, program, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr,
+    TEAM: tl.constexpr,
 ):  # fmt: skip
-    """Say that this program's part of a (sequence, KV head) is written; the last one to say so adds the parts."""
+    """Say that this program's part of a (sequence, KV head) is written; the last one to say so adds the parts.
+
+    Where there are more than two teams' parts, the last of a team adds the team's into its first member's place, and the last team's
+    last one adds those: of n parts two times √n are added one after the other.
+    """
     first_program = owner(head_begin, share, extra)
     last_program = owner(head_begin + own - 1, share, extra)
     counter = counters_ptr + place * NUM_KV_HEADS + kv_head
-    if arrives_last(counter, first_program, last_program):
-        combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
-        tl.store(counter, 0)
+    if TEAM == 0:
+        if arrives_last(counter, first_program, last_program):
+            combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
+            tl.store(counter, 0)
+    else:
+        low, high = first_program, last_program
+        if last_program - first_program >= 2 * TEAM:
+            low = tl.maximum(program // TEAM * TEAM, first_program)
+            high = tl.minimum(program // TEAM * TEAM + TEAM - 1, last_program)
+        slot = 2 * low + (low == first_program).to(tl.int32)
+        if arrives_last(teams_ptr + slot, low, high):
+            tl.store(teams_ptr + slot, 0)
+            row, lane = tl.arange(0, OWN), tl.arange(0, LANES)
+            held = (row < GROUP)[:, None] & (lane < DIM)[None, :]
+            top, total, values = add_members(
+                parts_ptr, stats_ptr, first_program, low, high, lane, GROUP, OWN, DIM, PARTS, 1, True, ".cg"
+            )  # fmt: skip
+            if (low == first_program) & (high == last_program):
+                tl.store(heads_at(out_ptr, head_row, row, lane, DIM), values / total[:, None], held)
+            else:
+                tl.debug_barrier()  # all threads have read the parts
+                store_part(parts_ptr, stats_ptr, slot, top, total, values, row, lane, row < GROUP, held, GROUP, DIM)
+                tl.debug_barrier()
+                if arrives_last(counter, first_program // TEAM, last_program // TEAM):
+                    tl.store(counter, 0)
+                    _, total, values = add_members(
+                        parts_ptr, stats_ptr, first_program, first_program, last_program, lane, GROUP, OWN, DIM, PARTS, TEAM, True, ".cg"
+                    )  # fmt: skip
+                    tl.store(heads_at(out_ptr, head_row, row, lane, DIM), values / total[:, None], held)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def _decode_flat(
-    q_ptr, k_ptr, v_ptr, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr,
+    q_ptr, k_ptr, v_ptr, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr,
     batch, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    TEAM: tl.constexpr,
 ):  # fmt: skip
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
     PARTS: tl.constexpr = max(WARPS * 1024 // (OWN * LANES), 1)
@@ -166,6 +198,12 @@ def _decode_flat(
                 )  # fmt: skip
                 top, total, values = nothing_seen(ROWS, LANES)
 
+        if TEAM > 0:  # what the first tile belonged to, read again, as the loop needs the registers
+            tiles = tl.load(count_ptr)
+            begin, end, share, extra = share_of(program, programs, tiles * NUM_KV_HEADS)
+            first_head, tile = begin // tiles, begin % tiles
+            first_begin = first_head * tiles + tl.load(tiles_ptr + 4 * tile + 1)
+            first_own, first_place = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile)
         # What the last tile belonged to, and whether that goes on in the next program.
         kv_head = (end - 1) // tiles
         tile = (end - 1) % tiles
@@ -179,12 +217,14 @@ def _decode_flat(
         if (first_begin < begin) & (first_begin + first_own <= end):
             _arrive(
                 first_begin, first_own, (first_place.to(tl.int64) * NUM_KV_HEADS + first_head) * GROUP, first_place, first_head,
-                share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES, PARTS,
+                share, extra, program, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES,
+                PARTS, TEAM,
             )  # fmt: skip
         if head_begin + own > end:
             _arrive(
                 head_begin, own, head_row, place, kv_head,
-                share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES, PARTS,
+                share, extra, program, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, NUM_KV_HEADS, GROUP, OWN, DIM, LANES,
+                PARTS, TEAM,
             )  # fmt: skip
 
     zero_padding(lens_ptr, out_ptr, batch, program, programs, held, row, lane, NUM_KV_HEADS, GROUP, DIM)
@@ -200,9 +240,9 @@ def launch(
     factor, cap = configs.score_scale(scale, softcap)
     _decode_flat[(config.programs,)](
         q, k_cache, v_cache, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
-        workspace.counters, workspace.parts, workspace.stats, batch, factor, cap,
+        workspace.counters, workspace.teams, workspace.parts, workspace.stats, batch, factor, cap,
         num_kv_heads, group, block_size, dim, softcap != 0.0, max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim),
-        tiles.tile, _blocks_a_tile(tiles.tile, block_size), config.stages, config.warps,
+        tiles.tile, _blocks_a_tile(tiles.tile, block_size), config.stages, config.warps, config.team,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out

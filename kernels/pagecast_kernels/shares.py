@@ -62,12 +62,33 @@ def add_shares(
 
     OWN: GROUP's next power of two. MASKED: lanes may lie past DIM. CACHE: how to load.
     """
+    _, total, values = add_members(
+        parts_ptr, stats_ptr, first_program, first_program, last_program, lane, GROUP, OWN, DIM, PARTS, 1, MASKED, CACHE
+    )  # fmt: skip
+    return total, values
+
+
+@triton.jit
+def add_members(
+    parts_ptr, stats_ptr, first_program, first, last, lane,
+    GROUP: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr, MASKED: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """(top, total, values) of the parts of programs first..last, those of a thing that first_program began; see add_shares.
+
+    TEAM > 1: of the first program of each team of so many, which holds what its team left.
+    """
     row, index = tl.arange(0, OWN), tl.arange(0, PARTS)
     top, total, values = nothing_seen(OWN, lane.shape[0])
-    for start in range(first_program, last_program + 1, PARTS):
+    if TEAM > 1:
+        first, last = first // TEAM, last // TEAM
+    for start in range(first, last + 1, PARTS):
         program = start + index
+        here = program <= last
+        if TEAM > 1:
+            program = tl.maximum(program * TEAM, first_program)
         slot = 2 * program + (program == first_program).to(tl.int32)
-        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
+        held = here[:, None] & (row < GROUP)[None, :]
         stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
         part_top = tl.load(stat, held, float("-inf"), cache_modifier=CACHE)
         part_total = tl.load(stat + GROUP, held, 0.0, cache_modifier=CACHE)
@@ -77,4 +98,4 @@ def add_shares(
         else:
             part_values = tl.load(part, held[:, :, None], 0.0, cache_modifier=CACHE)
         top, total, values = add_parts(part_top, part_total, part_values, top, total, values)
-    return total, values
+    return top, total, values
