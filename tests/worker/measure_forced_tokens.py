@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 
 from pagecast_scheduler.core import policy
 from pagecast_scheduler.core.config import SchedulerConfig
@@ -76,7 +76,7 @@ def run(executor: TorchExecutor, prompts: list[list[int]], ends: list[int], budg
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=str(GGUF))
+    parser.add_argument("--model", default=str(model_file()))
     parser.add_argument("--random-weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -92,7 +92,7 @@ def main() -> None:
     )  # fmt: skip
     facts, _ = executor.load(lambda progress: None)
     ends = list(facts.eos_token_ids)
-    vocabulary = load_vocabulary(GGUF, 49152, [2])
+    vocabulary = load_vocabulary(model_file(), 49152, [2])
     names = ("a nurse", "a baker", "a sailor", "a painter", "a judge", "a farmer", "a pilot", "a cook")
     prompts = [vocabulary.tokenize_str(f"Number {n}. A record of {names[n % len(names)]} as JSON: ") for n in range(args.requests)]
     for _ in range(args.rounds):  # the last round counts: the first one warms up

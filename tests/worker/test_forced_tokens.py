@@ -10,7 +10,7 @@ import torch
 from worker.graphs_here import MixedHere, ReplayedHere
 from worker.plan_driver import Later
 from worker.random_schemas import schema_text
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 from worker.tiny_model import wide_executor
 
 from pagecast_scheduler.core import invariants, policy
@@ -40,7 +40,7 @@ TEXTS = Constraint(ConstraintKind.CHOICES, json.dumps(["good morning to all of y
 
 @cache
 def vocabulary():
-    return load_vocabulary(GGUF, VOCAB, [END])
+    return load_vocabulary(model_file(), VOCAB, [END])
 
 
 @pytest.fixture(scope="module")

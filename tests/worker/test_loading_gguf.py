@@ -5,7 +5,7 @@ import pytest
 import torch
 from worker.family_model import PROMPT, Forward, executor_for, expected_logits, write_family
 from worker.gguf_model import permuted, write
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 from worker.tiny_model import weights
 
 from pagecast_worker.executor import LoadError
@@ -35,7 +35,7 @@ def test_configuration_comes_from_the_metadata(tmp_path):
 
 
 def test_real_file_says_what_it_is():
-    config = GgufCheckpoint(GGUF).config
+    config = GgufCheckpoint(model_file()).config
     assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (576, 30, 9, 3)
     assert (config.rope_theta, config.tie_word_embeddings, config.eos_token_ids) == (100000.0, True, (2,))
     assert config.quantization == "Q4_1+Q8_0"

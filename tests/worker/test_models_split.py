@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 from worker.tiny_model import write_config, write_model
 
 from pagecast_worker import cpu_ops
@@ -98,4 +98,4 @@ def test_a_bias_is_added_once():
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_real_models_nine_heads_are_refused(size):
     with pytest.raises(LoadError, match=f"tensor_parallel_size must divide num_attention_heads, got {size} for 9"):
-        check_split(GgufCheckpoint(GGUF).config, Ranks(0, size))
+        check_split(GgufCheckpoint(model_file()).config, Ranks(0, size))

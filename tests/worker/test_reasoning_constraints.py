@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 from llguidance import LLMatcher
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.constraints import constraint_digest, grammar_of, limits
@@ -32,7 +32,7 @@ THOUGHT = 'Hm: {"n": <b>yes</b> </thin [/THINK or "maybe"?\n'
 
 @cache
 def vocabulary():
-    return load_vocabulary(GGUF, VOCAB, [END])
+    return load_vocabulary(model_file(), VOCAB, [END])
 
 
 @cache

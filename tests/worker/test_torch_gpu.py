@@ -3,7 +3,7 @@
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.smollm2 import GGUF, prompts
+from worker.smollm2 import model_file, prompts
 from worker.tiny_model import write_config
 
 from pagecast_wire.codec import pack_u32, view_u32
@@ -20,7 +20,7 @@ SEQS = 32
 
 def make(dtype: str = "float32", **options) -> TorchExecutor:
     sizes = {"num_blocks": NUM_BLOCKS, "max_num_seqs": SEQS, "max_model_len": 2048}
-    executor = TorchExecutor(WorkerConfig(run_dir="/unused", model=str(GGUF), device="cuda", dtype=dtype, **sizes | options))
+    executor = TorchExecutor(WorkerConfig(run_dir="/unused", model=str(model_file()), device="cuda", dtype=dtype, **sizes | options))
     executor.load(lambda progress: None)
     return executor
 
@@ -57,7 +57,7 @@ def gpu():
 @pytest.fixture(scope="module")
 def cpu_logits():
     """float32 logits [len(tokens), V] of any tokens by the CPU executor's model, in one prefill."""
-    config = WorkerConfig(run_dir="/unused", model=str(GGUF), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=2)
+    config = WorkerConfig(run_dir="/unused", model=str(model_file()), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=2)
     executor = TorchExecutor(config)
     executor.load(lambda progress: None)
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from worker import test_constraints, test_token_rules
 from worker.plan_driver import Driver, Job
+from worker.smollm2 import model_file
 from worker.tiny_model import write_config, write_model
 
 from pagecast_wire.result import FLAG_STOP
@@ -61,7 +62,7 @@ def test_rules_against_float64(folder, eager, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_constrained_rows(tmp_path, ahead):
     shape = write_config(tmp_path / "wide", vocab_size=test_constraints.VOCAB, eos_token_id=test_constraints.END)
-    gpu = made_on("cuda", str(test_constraints.GGUF), random_weights=str(shape))
+    gpu = made_on("cuda", str(model_file()), random_weights=str(shape))
     jobs = [*test_constraints.jobs(), Job(test_constraints.PROMPT, 60, SamplingParams(seed=9))]
     drive(gpu, jobs, ahead, 256)
     for job in jobs[:-1]:

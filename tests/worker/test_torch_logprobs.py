@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.smollm2 import GGUF, logits_of, prompts
+from worker.smollm2 import logits_of, model_file, prompts
 
 from pagecast_wire.codec import view_u32
 from pagecast_wire.result import StepResult
@@ -18,7 +18,7 @@ NUM_BLOCKS, CLOSE = 100, 1e-3
 @pytest.fixture(scope="module")
 def executor():
     torch.set_num_threads(1)
-    config = WorkerConfig(run_dir="/unused", model=str(GGUF), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=4)
+    config = WorkerConfig(run_dir="/unused", model=str(model_file()), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=4)
     made = TorchExecutor(config)
     made.load(lambda progress: None)
     yield made

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from worker.plan_driver import Driver, Job
-from worker.smollm2 import GGUF, first_difference, logits_of, prompts
+from worker.smollm2 import first_difference, logits_of, model_file, prompts
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.torch_executor import TorchExecutor
@@ -15,7 +15,7 @@ OUTPUT = 64
 @pytest.fixture(scope="module")
 def executor():
     torch.set_num_threads(1)  # the machine is shared, and threads that wait for each other spin
-    config = WorkerConfig(run_dir="/unused", model=str(GGUF), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=16)
+    config = WorkerConfig(run_dir="/unused", model=str(model_file()), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=16)
     made = TorchExecutor(config)
     facts, num_blocks = made.load(lambda progress: None)
     assert (facts.vocab_size, facts.num_layers, facts.eos_token_ids, num_blocks) == (49152, 30, (2,), NUM_BLOCKS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from worker.smollm2 import GGUF, tokenizer
+from worker.smollm2 import model_file, tokenizer
 
 from pagecast_wire.constraints import grammar_of
 from pagecast_wire.sampling import Constraint, ConstraintKind
@@ -25,7 +25,7 @@ def greedy_text(vocabulary: LLTokenizer, constraint: Constraint, end: int) -> st
 
 
 def test_a_byte_level_gguf_file_cuts_text_as_its_own_tokenizer_does():
-    vocabulary = load_vocabulary(GGUF, 49152, [2])
+    vocabulary = load_vocabulary(model_file(), 49152, [2])
     assert vocabulary.eos_tokens == [2] and vocabulary.vocab_size == 49152
     for text in (TEXT, "Hello world\n\n  def f(x):\n\treturn x + 1", "a  b   c 12345"):
         assert vocabulary.tokenize_str(text) == tokenizer()(text)["input_ids"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from worker.smollm2 import GGUF
+from worker.smollm2 import model_file
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.torch_executor import TorchExecutor
@@ -83,8 +83,9 @@ def wide_executor(folder: Path, vocab_size: int, end: int) -> Iterator[TorchExec
     torch.set_num_threads(1)
     shape = write_config(folder, vocab_size=vocab_size, hidden_size=64, intermediate_size=64, eos_token_id=end)
     config = WorkerConfig(
-        run_dir="/unused", model=str(GGUF), random_weights=str(shape), device="cpu", dtype="float32", num_blocks=200, max_num_seqs=16
-    )
+        run_dir="/unused", model=str(model_file()), random_weights=str(shape), device="cpu", dtype="float32", num_blocks=200,
+        max_num_seqs=16,
+    )  # fmt: skip
     made = TorchExecutor(config)
     made.load(lambda progress: None)
     yield made
