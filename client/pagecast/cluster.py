@@ -19,6 +19,8 @@ from pagecast_scheduler.launch.output import OnOutput
 START_TIMEOUT_S = 900.0
 """How long a cluster may take to load a model; longer than a rank is given by the scheduler."""
 
+MAX_FRONTENDS = 256
+
 _EXIT_MARGIN_S = 5.0
 """What a front end needs to close after its drain."""
 
@@ -56,8 +58,25 @@ def check(chosen: Mapping[str, Any]) -> None:
             roles.configuration(role, _role_values(role, chosen, "/run"))
     except ValueError as error:
         raise StartError(str(error), 2) from None
-    if chosen["num_frontends"] < 1:
-        raise StartError(f"num_frontends must be at least 1, not {chosen['num_frontends']}", 2)
+    if not 1 <= chosen["num_frontends"] <= MAX_FRONTENDS:
+        raise StartError(f"num_frontends must be 1 to {MAX_FRONTENDS}, not {chosen['num_frontends']}", 2)
+    if chosen["record_tokens"] and chosen["record"] is None:
+        raise StartError("--record-tokens needs --record", 2)
+    _check_hosts(chosen)
+
+
+def _check_hosts(chosen: Mapping[str, Any]) -> None:
+    """Raises StartError for options about several hosts that say nothing, or only half, of where they are."""
+    spreads = chosen["launcher"] == "static"
+    if not spreads and chosen["nnodes"] != 1:
+        raise StartError(f"--nnodes {chosen['nnodes']} needs --launcher static; the launcher is {chosen['launcher']}", 2)
+    if not spreads and chosen["node_rank"] != 0:
+        raise StartError(f"--node-rank {chosen['node_rank']} needs --launcher static and --nnodes", 2)
+    if spreads and chosen["nnodes"] == 1:
+        words = "needs --nnodes of at least 2 and --head, and --node-rank on each host; one host needs no launcher"
+        raise StartError(f"--launcher static {words}", 2)
+    if chosen["head"] is None and (chosen["wire_keys"] is not None or chosen["insecure_wire"]) and chosen["launcher"] == "local":
+        raise StartError(f"{'--wire-keys' if chosen['wire_keys'] is not None else '--insecure-wire'} needs --head", 2)
 
 
 def launcher(chosen: Mapping[str, Any]) -> Launcher:
@@ -167,6 +186,8 @@ class PrivateCluster:
     """
 
     def __init__(self, chosen: Mapping[str, Any], watch: Watch = Watch()) -> None:
+        if chosen["launcher"] != "local":
+            raise StartError(f"a program's own cluster is on its own host: launcher must be local, not {chosen['launcher']}", 2)
         try:
             run_dir = RunDir.take()
         except LaunchError as error:

@@ -71,7 +71,7 @@ class WorkerConfig:
             (self.block_size in (16, 32, 64, 128), f"block_size must be 16, 32, 64 or 128, got {self.block_size}"),
             (self.num_blocks is None or self.num_blocks >= 2, f"num_blocks must be at least 2, got {self.num_blocks}"),
             (0.0 < self.gpu_memory_utilization <= 1.0, f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"),
-            (self.cpu_kv_gib > 0.0, f"cpu_kv_gib must be above 0, got {self.cpu_kv_gib}"),
+            (0.0 < self.cpu_kv_gib <= 1 << 20, f"cpu_kv_gib must be above 0 and at most {1 << 20}, got {self.cpu_kv_gib}"),
             (self.max_num_seqs >= 1, f"max_num_seqs must be at least 1, got {self.max_num_seqs}"),
             (self.max_model_len is None or self.max_model_len >= 2, f"max_model_len must be at least 2, got {self.max_model_len}"),
             (self.max_num_batched_tokens >= 1, f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}"),
@@ -81,8 +81,8 @@ class WorkerConfig:
                 not self.batch_invariant or (size == 1 and self.quantization is None and self.kv_cache_dtype == "auto"),
                 "batch_invariant takes one rank, and neither quantization nor kv_cache_dtype",
             ),
-            (self.oracle_vocab_size >= 2, f"oracle_vocab_size must be at least 2, got {self.oracle_vocab_size}"),
-            (self.oracle_step_us >= 0, f"oracle_step_us must not be negative, got {self.oracle_step_us}"),
+            (2 <= self.oracle_vocab_size <= 1 << 24, f"oracle_vocab_size must be 2 to {1 << 24}, got {self.oracle_vocab_size}"),
+            (0 <= self.oracle_step_us <= 10**9, f"oracle_step_us must be 0 to {10**9}, got {self.oracle_step_us}"),
         ):
             if not ok:
                 raise ConfigError(message)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagecast import channel
 from pagecast.access import Tls
+from pagecast.cli.quantities import ANY_COUNT, COUNT, SECONDS, TOKEN_ID, Number, Whole
 from pagecast.errors import PagecastError
 from pagecast.requests import RequestOptions
 from pagecast.sampling import SamplingParams
@@ -26,7 +27,7 @@ def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) ->
     """timeout: seconds, unless another is given; None waits for ever."""
     add_server(parser)
     default = "never" if timeout is None else f"{timeout:g}"
-    parser.add_argument("--timeout", type=_seconds, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
+    parser.add_argument("--timeout", type=SECONDS, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -62,22 +63,22 @@ def connect(args: argparse.Namespace) -> Client:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """What is not given is left to the server."""
-    parser.add_argument("--n", type=int, metavar="N", help="answers to give; they share the prompt")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="output tokens at most (default: what fits the model's length)")
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="no end before so many output tokens")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    parser.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens that make up this share")
-    parser.add_argument("--min-p", type=float, metavar="P", help="keep tokens at least this share as likely as the likeliest")
-    parser.add_argument("--presence-penalty", type=float, metavar="X", help="against tokens that the answer holds, -2 to 2")
-    parser.add_argument("--frequency-penalty", type=float, metavar="X", help="the same for each time that it holds them, -2 to 2")
-    parser.add_argument("--repetition-penalty", type=float, metavar="X", help="against tokens of prompt and answer; 1 is off")
-    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
+    parser.add_argument("--n", type=COUNT, metavar="N", help="answers to give; they share the prompt")
+    parser.add_argument("--max-tokens", type=COUNT, metavar="N", help="output tokens at most (default: what fits the model's length)")
+    parser.add_argument("--min-tokens", type=ANY_COUNT, metavar="N", help="no end before so many output tokens")
+    parser.add_argument("--temperature", type=Number(least=0), metavar="T", help="0 is greedy")
+    parser.add_argument("--top-k", type=Whole(-1), metavar="K", help="keep the K likeliest tokens; 0 keeps all")
+    parser.add_argument("--top-p", type=Number(above=0, most=1), metavar="P", help="keep the likeliest tokens that make up this share")
+    parser.add_argument("--min-p", type=Number(least=0, most=1), metavar="P", help="keep tokens so likely beside the likeliest")
+    parser.add_argument("--presence-penalty", type=Number(), metavar="X", help="against tokens that the answer holds, -2 to 2")
+    parser.add_argument("--frequency-penalty", type=Number(), metavar="X", help="the same for each time that it holds them, -2 to 2")
+    parser.add_argument("--repetition-penalty", type=Number(above=0), metavar="X", help="against tokens of prompt and answer; 1 is off")
+    parser.add_argument("--seed", type=Whole(0, 2**64 - 1), metavar="N", help="same seed, same answer")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
-    parser.add_argument("--stop-token-id", type=int, action="append", metavar="ID", help="end with this token; may be given several times")
+    parser.add_argument("--stop-token-id", type=TOKEN_ID, action="append", metavar="ID", help="end with this token; again for more")
     parser.add_argument("--include-stop", action="store_true", default=None, help="show the stop text that ended an answer")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end token")
-    parser.add_argument("--time-budget", type=_seconds, metavar="SECONDS", help="end well, with what there is, after so long")
+    parser.add_argument("--time-budget", type=SECONDS, metavar="SECONDS", help="end well, with what there is, after so long")
     _add_token_rules(parser)
     _add_output(parser)
     kinds = parser.add_mutually_exclusive_group()
@@ -90,14 +91,14 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_token_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logit-bias", type=_bias, action="append", metavar="ID=X", help="add X to this token's logit; again for more")
-    parser.add_argument("--allowed-token-id", type=int, action="append", metavar="ID", help="only this token may be chosen; again for more")
+    parser.add_argument("--allowed-token-id", type=TOKEN_ID, action="append", metavar="ID", help="choose of these tokens alone")
     parser.add_argument("--bad-word", action="append", metavar="TEXT", help="this must not appear; again for more")
     parser.add_argument("--bad-tokens", type=_ids, action="append", metavar="ID,ID", help="nor these tokens in a row; again for more")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--logprobs", type=int, metavar="N", help="show each token's log-probability, and the N likeliest (0 to 20)")
-    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the tokens of the prompt")
+    parser.add_argument("--logprobs", type=ANY_COUNT, metavar="N", help="show each token's log-probability, and the N likeliest (0 to 20)")
+    parser.add_argument("--prompt-logprobs", type=ANY_COUNT, metavar="N", help="the same for the tokens of the prompt")
     parser.add_argument("--special-tokens", action="store_true", help="show special tokens in the text")
     parser.add_argument(
         "--parse-reasoning", action=argparse.BooleanOptionalAction, default=None,
@@ -111,15 +112,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
-        return int(token), float(value)
-    except ValueError:
+        return TOKEN_ID(token), Number()(value)
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be a token id, = and a number, not {text!r}") from None
 
 
 def _ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
+        return [TOKEN_ID(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be token ids with commas between, not {text!r}") from None
 
 
@@ -129,16 +130,6 @@ def _pair(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a name, = and JSON (a text in quotes), not {text!r}") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, not {text!r}") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0 seconds, not {text}")
-    return value
 
 
 def _text(value: str) -> str:

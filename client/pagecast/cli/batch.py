@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pagecast import models
 from pagecast.cli import options
+from pagecast.cli.quantities import COUNT
 from pagecast.errors import PagecastError
 
 if TYPE_CHECKING:
@@ -50,13 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default: FILE.output.jsonl)")
     parser.add_argument("--model", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
     parser.add_argument("--target", metavar="HOST:PORT", help="ask this running server instead of starting a cluster")
-    parser.add_argument("--concurrency", type=int, default=512, metavar="N", help="requests under way at a time (default: %(default)s)")
+    parser.add_argument("--concurrency", type=COUNT, default=512, metavar="N", help="requests under way at a time (default: %(default)s)")
     options.add(parser, (option for option in options.of(options.SERVE) if option.name in _PASSED_ON))
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.concurrency < 1:
-        raise BadBatch(f"--concurrency must be at least 1, not {args.concurrency}")
     source = Path(args.file)
     output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     tasks = read_tasks(source)

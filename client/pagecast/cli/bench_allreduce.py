@@ -8,11 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from pagecast.cli.quantities import Whole
+
 LIMIT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, help="processes, one for each GPU (default: every GPU; without GPUs two, over gloo)")
+    parser.add_argument("--ranks", type=Whole(2), help="processes, one for each GPU (default: every GPU; without GPUs two, over gloo)")
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pagecast import models
 from pagecast.bench import results
+from pagecast.cli.quantities import COUNT, Whole
 from pagecast.llm import LLM
 from pagecast.sampling import SamplingParams
 
@@ -23,8 +24,8 @@ TOPICS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="output tokens of each request (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="rounds; the median counts (default: %(default)s)")
+    parser.add_argument("--tokens", type=Whole(2), default=64, metavar="N", help="output tokens of each request (default: %(default)s)")
+    parser.add_argument("--repetitions", type=COUNT, default=3, metavar="N", help="rounds; the median counts (default: %(default)s)")
     parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 

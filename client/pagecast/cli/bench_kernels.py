@@ -5,6 +5,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+from pagecast.cli.quantities import COUNT
+
 _ATTENTION = {
     "decode": ["1x1024", "1x4096", "1x32768", "8x1024", "8x4096", "16x32768", "64x1024", "64x4096", "256x1024", "256x4096"],
     "prefill": ["1x2048", "4x2048", "1x8192", "1x32768"],
@@ -24,12 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that serving reads",
     )  # fmt: skip
     parser.add_argument("--tune-rows", type=numbers, metavar="N,N", help="rows to tune for (default: those of serving's graphs, and more)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
+    parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
 
 
 def numbers(text: str) -> list[int]:
     """[16, 64] of "16,64"."""
-    return [int(part) for part in text.split(",")]
+    return [COUNT(part) for part in text.split(",")]
 
 
 def lengths(shape: str) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any
 from pagecast.bench import engines, results
 from pagecast.bench.crowd import Process
 from pagecast.cli import bench_serve
+from pagecast.cli.quantities import ANY_COUNT, COUNT
 
 VOCAB_SIZE = 49152
 """SmolLM2's."""
@@ -27,10 +28,10 @@ Round = Callable[[int], tuple[int, int]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", action="append", choices=("short", "chat", SERVE), help="may be repeated (default: all)")
-    parser.add_argument("--repetitions", type=int, default=3, help="timed ones, after one that is not; the median counts")
-    parser.add_argument("--step-us", type=int, default=0, help="time of one step of the oracle (default: %(default)s)")
-    parser.add_argument("--limit", type=int, help="only the first N requests of a workload")
-    parser.add_argument("--num-prompts", type=int, default=600, help="of `serve` (default: %(default)s)")
+    parser.add_argument("--repetitions", type=COUNT, default=3, help="timed ones, after one that is not; the median counts")
+    parser.add_argument("--step-us", type=ANY_COUNT, default=0, help="time of one step of the oracle (default: %(default)s)")
+    parser.add_argument("--limit", type=COUNT, help="only the first N requests of a workload")
+    parser.add_argument("--num-prompts", type=COUNT, default=600, help="of `serve` (default: %(default)s)")
     parser.add_argument("--tokenizer", help="of `serve`: a model whose tokenizer makes the ids (default: bytes)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further serve option")
     parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")

@@ -10,15 +10,16 @@ import statistics
 from pagecast.bench import results
 from pagecast.bench.engines import EngineOptions, Pagecast
 from pagecast.bench.progress import Progress
+from pagecast.cli.quantities import ANY_COUNT, COUNT
 
 SHARED = ("executor=oracle", "oracle_vocab_size=32000", "max_model_len=4096", "num_blocks=16384")
 MODES = ("true", "false")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--step-us", type=int, default=5000, help="microseconds of a step (default: %(default)s)")
-    parser.add_argument("--limit", type=int, default=300, metavar="N", help="requests of the workload (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=6, metavar="N", help="timed rounds of each; the median counts")
+    parser.add_argument("--step-us", type=ANY_COUNT, default=5000, help="microseconds of a step (default: %(default)s)")
+    parser.add_argument("--limit", type=COUNT, default=300, metavar="N", help="requests of the workload (default: %(default)s)")
+    parser.add_argument("--repetitions", type=COUNT, default=6, metavar="N", help="timed rounds of each; the median counts")
     parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagecast import models
 from pagecast.cli import perplexity
+from pagecast.cli.quantities import COUNT, Whole
 from pagecast.cli.quantize import CannotQuantize, text_of
 from pagecast.cli.quantize import run as write_quantized
 
@@ -17,9 +18,9 @@ _ALPHABETICAL = "the language reference in Python's pydoc_data.topics"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help=f"a UTF-8 text; its second half calibrates (default: {_ALPHABETICAL})")
-    parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="tokens to judge by (default: %(default)s)")
-    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens that belong together (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=64, metavar="N", help="pieces of 512 tokens that calibrate (default: %(default)s)")
+    parser.add_argument("--tokens", type=Whole(2), default=16384, metavar="N", help="tokens to judge by (default: %(default)s)")
+    parser.add_argument("--window", type=Whole(2), default=1024, metavar="N", help="tokens that belong together (default: %(default)s)")
+    parser.add_argument("--samples", type=COUNT, default=64, metavar="N", help="pieces of 512 tokens that calibrate (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
 

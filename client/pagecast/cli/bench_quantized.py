@@ -11,6 +11,7 @@ import tempfile
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import EngineOptions, Pagecast
 from pagecast.bench.progress import Progress
+from pagecast.cli.quantities import ANY_COUNT, COUNT
 
 VARIANTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "bf16": ({}, ("single", "seed64", "decode")),
@@ -32,8 +33,8 @@ PARTS = ("8b", "memory", "70b", "moe")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", default="8b,memory", help=f"of {', '.join(PARTS)}, separated by commas (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, help="timed repetitions; the median counts (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed repetitions before (default: %(default)s)")
+    parser.add_argument("--repetitions", type=COUNT, default=3, help="timed repetitions; the median counts (default: %(default)s)")
+    parser.add_argument("--warmup", type=ANY_COUNT, default=1, help="untimed repetitions before (default: %(default)s)")
     parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagecast.bench import figures, results
+from pagecast.cli.quantities import Number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", help="only targets of this group")
     parser.add_argument("--write", action="store_true", help="record what was reached in the targets file")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (SVG) of the workloads beside vLLM")
-    parser.add_argument("--dollars-per-hour", type=float, help="price of the GPU: also say what a million tokens cost")
+    parser.add_argument("--dollars-per-hour", type=Number(above=0), help="price of the GPU: also say what a million tokens cost")
     parser.add_argument("--anchors", default="benchmarks/anchors.json", help="vLLM's figures where it did not run along")
 
 

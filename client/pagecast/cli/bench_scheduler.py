@@ -16,6 +16,7 @@ from time import thread_time
 from typing import Any
 
 from pagecast.bench import results
+from pagecast.cli.quantities import ANY_COUNT
 
 NUM_STEPS = 160  # ten blocks of 16 tokens: every row grows equally often
 ROUNDS = 5
@@ -26,7 +27,7 @@ PROMPT = 256
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
-    parser.add_argument("--ranks", type=int, default=8, help="oracle ranks of the measured link; 0 leaves it out (default: 8)")
+    parser.add_argument("--ranks", type=ANY_COUNT, default=8, help="oracle ranks of the measured link; 0 leaves it out (default: 8)")
     parser.add_argument("--nano-vllm", metavar="FOLDER", help="a checkout of GeeeekExplorer/nano-vllm to measure in the same run")
     parser.add_argument("--results", metavar="FOLDER", help="also write a result file for `pagecast bench report` there")
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from pagecast.bench import load, results
 from pagecast.bench.load_process import Generators
+from pagecast.cli.quantities import COUNT, Number
 
 WORDS = ["time", "river", "stone", "light", "paper", "green", "house", "window", "summer", "night", "water", "music", "story", "letter"]
 
@@ -17,15 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-url", metavar="URL", help="also measure this OpenAI-compatible server, alternating")
     parser.add_argument("--peer-only", action="store_true", help="measure only --peer-url")
     parser.add_argument("--name", default="server", help="goes into the metric names")
-    parser.add_argument("--rate", action="append", type=float, help="requests a second; several give a curve (default: unbounded)")
-    parser.add_argument("--num-prompts", type=int, default=600)
-    parser.add_argument("--input-tokens", type=int, default=256, help="mean prompt length, in words of about one token")
-    parser.add_argument("--output-tokens", type=int, default=192, help="mean output length")
-    parser.add_argument("--range-ratio", type=float, default=0.6, help="lengths are uniform within mean x (1 +- ratio)")
-    parser.add_argument("--clients", type=int, default=2, metavar="N", help="processes that ask: the client is not to be what is measured")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--ttft-limit-ms", type=float, help="goodput counts requests within this")
-    parser.add_argument("--tpot-limit-ms", type=float, help="and this")
+    parser.add_argument("--rate", action="append", type=Number(above=0),
+                        help="requests a second; several give a curve (default: unbounded)")
+    parser.add_argument("--num-prompts", type=COUNT, default=600)
+    parser.add_argument("--input-tokens", type=COUNT, default=256, help="mean prompt length, in words of about one token")
+    parser.add_argument("--output-tokens", type=COUNT, default=192, help="mean output length")
+    parser.add_argument("--range-ratio", type=Number(least=0, most=1), default=0.6, help="lengths are uniform within mean x (1 +- ratio)")
+    parser.add_argument("--clients", type=COUNT, default=2, metavar="N",
+                        help="processes that ask: the client is not to be what is measured")
+    parser.add_argument("--repetitions", type=COUNT, default=3)
+    parser.add_argument("--ttft-limit-ms", type=Number(above=0), help="goodput counts requests within this")
+    parser.add_argument("--tpot-limit-ms", type=Number(above=0), help="and this")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
     parser.add_argument("--plot", metavar="FILE.png", help="draw latency against rate")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagecast.bench import model_shapes, results
+from pagecast.cli.quantities import COUNT
 from pagecast.models import DEFAULT_MODEL
 
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-weights", metavar="SHAPE", help="a model shape instead of a model")
     parser.add_argument("--checkpoint", metavar="FOLDER",
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
-    parser.add_argument("--starts", type=int, default=2, help="the first fills the kernel cache; the last is reported as the warm one")
+    parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; the last is reported as the warm one")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
 
 

@@ -6,18 +6,19 @@ import time
 from contextlib import suppress
 
 from pagecast.bench import crowd, results
+from pagecast.cli.quantities import ANY_COUNT, COUNT, SECONDS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--streams", type=int, default=1000, help="streams open at once (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for how long (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens of each stream (default: %(default)s)")
-    parser.add_argument("--step-us", type=int, default=20_000, help="time of one step of the oracle (default: %(default)s)")
-    parser.add_argument("--stalled", type=int, default=1000, help="readers that never read, 0: leave them out (default: %(default)s)")
-    parser.add_argument("--live", type=int, default=64, help="readers beside them whose gaps are measured (default: %(default)s)")
-    parser.add_argument("--stalled-seconds", type=float, default=20.0, help="for how long, with and without them (default: %(default)s)")
-    parser.add_argument("--settle-seconds", type=float, default=40.0, help="until every stalled reader is paused (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=3, help="of the comparison; the median counts (default: %(default)s)")
+    parser.add_argument("--streams", type=COUNT, default=1000, help="streams open at once (default: %(default)s)")
+    parser.add_argument("--seconds", type=SECONDS, default=60.0, help="for how long (default: %(default)s)")
+    parser.add_argument("--tokens", type=COUNT, default=200, help="tokens of each stream (default: %(default)s)")
+    parser.add_argument("--step-us", type=ANY_COUNT, default=20_000, help="time of one step of the oracle (default: %(default)s)")
+    parser.add_argument("--stalled", type=ANY_COUNT, default=1000, help="readers that never read, 0: leave them out (default: %(default)s)")
+    parser.add_argument("--live", type=COUNT, default=64, help="readers beside them whose gaps are measured (default: %(default)s)")
+    parser.add_argument("--stalled-seconds", type=SECONDS, default=20.0, help="for how long, with and without them (default: %(default)s)")
+    parser.add_argument("--settle-seconds", type=SECONDS, default=40.0, help="until every stalled reader is paused (default: %(default)s)")
+    parser.add_argument("--repetitions", type=COUNT, default=3, help="of the comparison; the median counts (default: %(default)s)")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import Engine, EngineOptions, Invariant, Pagecast, Peer
 from pagecast.bench.progress import Progress
+from pagecast.cli.quantities import ANY_COUNT, COUNT, SHARE, Whole
 
 WORKLOADS = ("chat", "seed64", "decode", "prefill", "prefix", "uniform64", "single", "short")
 
@@ -18,18 +19,18 @@ Table = dict[str, dict[str, dict[str, float]]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-weights", metavar="SHAPE", default="smol135m", help=f"model shape: {', '.join(model_shapes.SHAPES)}")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given several times (default: chat)")
-    parser.add_argument("--limit", type=int, help="only the first N requests of each workload")
-    parser.add_argument("--repetitions", type=int, default=3, help="timed repetitions of each engine; the median counts")
-    parser.add_argument("--warmup", type=int, default=1, help="untimed repetitions before")
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
-    parser.add_argument("--max-model-len", type=int)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of each engine; a peer is resident too")
+    parser.add_argument("--limit", type=COUNT, help="only the first N requests of each workload")
+    parser.add_argument("--repetitions", type=COUNT, default=3, help="timed repetitions of each engine; the median counts")
+    parser.add_argument("--warmup", type=ANY_COUNT, default=1, help="untimed repetitions before")
+    parser.add_argument("--max-num-seqs", type=COUNT, default=256)
+    parser.add_argument("--max-num-batched-tokens", type=COUNT, default=16384)
+    parser.add_argument("--max-model-len", type=Whole(2))
+    parser.add_argument("--gpu-memory-utilization", type=SHARE, default=0.9, help="share of each engine; a peer is resident too")
     parser.add_argument("--peer", choices=("vllm", "transformers", Invariant.name), help=f"measure this engine too, alternating with ours; "
                         f"{Invariant.name}: ours with that option, to see what it costs")
     parser.add_argument("--peer-defaults", action="store_true", help="the peer at its own defaults")
     parser.add_argument("--in-turn", action="store_true", help="the peer after ours has ended: where memory does not hold both")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine")
+    parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, help="GPUs of each engine")
     parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further serve option of ours")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from pagecast.cli import arguments
+from pagecast.cli.quantities import COUNT
 from pagecast.conformance import cases, runner
 from pagecast.conformance.endpoint import Endpoint
 from pagecast.errors import PagecastError, from_rpc
@@ -27,15 +28,13 @@ class WrongUse(PagecastError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_server(parser)
     parser.add_argument("--group", action="append", metavar="NAME", help="run this group alone; may be given several times")
-    parser.add_argument("--schemas", type=int, metavar="N", help="random JSON Schemas to try (default: 200)")
+    parser.add_argument("--schemas", type=COUNT, metavar="N", help="random JSON Schemas to try (default: 200)")
     parser.add_argument("--list", action="store_true", help="list the cases and run none")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    if args.schemas is not None and args.schemas < 1:
-        raise WrongUse(f"--schemas must be at least 1, not {args.schemas}")
     if args.json is not None and not args.list:
         try:
             open(args.json, "a").close()  # said now, not after all the cases

@@ -12,6 +12,7 @@ from typing import Any
 
 from pagecast import cluster, models
 from pagecast.cli.loading import LoadingBar
+from pagecast.cli.quantities import COUNT
 from pagecast.client import AsyncClient
 from pagecast.errors import RpcError
 from pagecast.sampling import SamplingParams
@@ -52,7 +53,7 @@ class Answer:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N", help="longest answer (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=COUNT, default=_MAX_TOKENS, metavar="N", help="longest answer (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

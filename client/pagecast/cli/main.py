@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 from pagecast.cli.parser import Parser
-from pagecast.errors import PagecastError
+from pagecast.errors import PagecastError, StartError
 
 COMMANDS = {
     "serve": "start a whole cluster on this host: front end(s), scheduler, worker(s)",
@@ -73,7 +73,8 @@ def _run(command: str, rest: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except PagecastError as error:
-        print(f"pagecast {command}: {error}", file=sys.stderr)
+        flagged = import_module("pagecast.cli.options").flagged if isinstance(error, StartError) else str
+        print(f"pagecast {command}: {flagged(str(error))}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0].startswith("pagecast"):

@@ -3,9 +3,12 @@ the README's table all come from it. Names are vLLM's where they mean the same."
 
 import argparse
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from pagecast.cli.quantities import Number, Whole
 
 SCHEDULER, WORKER, FRONTEND, GATEWAY, SERVE = "scheduler", "worker", "frontend", "gateway", "serve"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
@@ -134,10 +137,15 @@ OPTIONS: tuple[Option, ...] = (
 )
 
 
+_TYPES: dict[type, Callable[[str], Any]] = {int: Whole(), float: Number(), str: str}
+"""How a value is read. Its range is the roles' configurations' to check, where programs that embed a cluster meet it too."""
+_NAMES = re.compile(
+    r"(?<![-\w/])(?:" + "|".join(option.name for option in OPTIONS if "_" in option.name) + r")(?!\w)"
+    + r"|^(?:" + "|".join(option.name for option in OPTIONS) + r")(?= (?:must|is|needs) )"
+)
 _SUPERVISED = "PAGECAST_LIFELINE"
 """Set by a supervisor for the processes that it starts."""
 _TRUTH = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
-_KINDS = {bool: "on or off", int: "a whole number", float: "a number", str: "a text"}
 
 
 def of(taker: str) -> Iterator[Option]:
@@ -157,7 +165,7 @@ def add(parser: argparse.ArgumentParser, chosen: Iterable[Option]) -> None:
             parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=default, help=text)
         else:
             parser.add_argument(
-                option.flag, type=option.kind, default=default, choices=option.choices or None, required=required,
+                option.flag, type=_TYPES[option.kind], default=default, choices=option.choices or None, required=required,
                 help=text.replace("%", "%%"), metavar=option.kind.__name__.upper() if not option.choices else None,
             )
 
@@ -168,9 +176,11 @@ def _from_environment(parser: argparse.ArgumentParser, option: Option) -> Any:
     try:
         if option.kind is bool:
             return _TRUTH[text.lower()]
-        value = option.kind(text)
-    except (KeyError, ValueError):
-        parser.error(f"the variable {option.variable} must be {_KINDS[option.kind]}, not {text!r}")
+        value = _TYPES[option.kind](text)
+    except KeyError:
+        parser.error(f"the variable {option.variable} must be on or off, not {text!r}")
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"the variable {option.variable} {error}")
     if option.choices and value not in option.choices:
         parser.error(f"the variable {option.variable} must be one of {', '.join(option.choices)}, not {text!r}")
     return value
@@ -193,6 +203,11 @@ def words(taker: str, given: Mapping[str, Any]) -> list[str]:
         else:
             line += [option.flag, str(value)]
     return line
+
+
+def flagged(text: str) -> str:
+    """What a configuration says of its fields, in the words of the command line: names of options become their flags."""
+    return _NAMES.sub(lambda found: "--" + found[0].replace("_", "-"), text)
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pagecast.cli import options
+from pagecast.cli.quantities import Whole
 from pagecast.errors import PagecastError
 
 _PASSED_ON = ("dtype", "device", "quantization", "kv_cache_dtype", "tensor_parallel_size", "gpu_memory_utilization", "cpu_kv_gib",
@@ -29,8 +30,8 @@ class BadText(PagecastError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="as for serve")
     parser.add_argument("text", metavar="TEXT", help="a UTF-8 file; - reads standard input")
-    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens that belong together (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="only the first N tokens of the text")
+    parser.add_argument("--window", type=Whole(2), default=1024, metavar="N", help="tokens that belong together (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=Whole(2), metavar="N", help="only the first N tokens of the text")
     parser.add_argument("--json", action="store_true", help="the figures as one JSON object")
     options.add(parser, (option for option in options.of(options.SERVE) if option.name in _PASSED_ON))
 
@@ -63,10 +64,6 @@ def _read(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.window < 2:
-        raise BadText(f"--window must be at least 2, got {args.window}")
-    if args.max_tokens is not None and args.max_tokens < 2:
-        raise BadText(f"--max-tokens must be at least 2, got {args.max_tokens}")
     text = _read(args.text)
     given = {name: getattr(args, name) for name in _PASSED_ON if getattr(args, name, None) is not None}
     start = time.perf_counter()

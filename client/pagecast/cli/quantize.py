@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from pagecast import models
+from pagecast.cli.quantities import COUNT, Whole
 from pagecast.errors import PagecastError
 
 METHODS = ("awq", "gptq", "rtn-int4", "fp8")
@@ -26,16 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="folder to write")
     parser.add_argument("--to", required=True, choices=METHODS, help="awq and gptq calibrate int4, rtn-int4 rounds to the nearest")
     parser.add_argument("--calibration", metavar="FILE", help="a UTF-8 text like what the model will serve (awq, gptq; fp8 if given)")
-    parser.add_argument("--samples", type=int, default=128, metavar="N", help="pieces of the text to use (default: %(default)s)")
-    parser.add_argument("--sample-tokens", type=int, default=512, metavar="N", help="tokens of a piece (default: %(default)s)")
-    parser.add_argument("--group-size", type=int, default=128, metavar="N", help="int4 columns that share a scale (default: %(default)s)")
+    parser.add_argument("--samples", type=COUNT, default=128, metavar="N", help="pieces of the text to use (default: %(default)s)")
+    parser.add_argument("--sample-tokens", type=Whole(16), default=512, metavar="N", help="tokens of a piece (default: %(default)s)")
+    parser.add_argument("--group-size", type=Whole(32), default=128, metavar="N",
+                        help="int4 columns that share a scale (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, least in (("samples", 1), ("sample_tokens", 16), ("group_size", 32)):
-        if getattr(args, name) < least:
-            raise CannotQuantize(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if args.group_size not in (32, 64) and args.group_size % 128:
         raise CannotQuantize(f"--group-size must be 32, 64 or a multiple of 128, got {args.group_size}")
     if args.calibration and args.to == "rtn-int4":

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, role: str) -> int:
     try:
         config = configuration(role, given)
     except ValueError as error:
-        print(f"pagecast {role}: {error}", file=sys.stderr)
+        print(f"pagecast {role}: {options.flagged(str(error))}", file=sys.stderr)
         return 2
     return int(import_module(f"{_CODE[role][0]}.main").run(config))
 

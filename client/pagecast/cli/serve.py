@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             finally:
                 screen.bar.close()
     except LaunchError as error:
-        print(f"pagecast serve: {error}", file=sys.stderr)
+        print(f"pagecast serve: {options.flagged(str(error))}", file=sys.stderr)
         return error.exit_code
 
 

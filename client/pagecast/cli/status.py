@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pagecast.cli import arguments
+from pagecast.cli.quantities import ANY_COUNT
 from pagecast.types import Load, Model
 
 _HEAD = re.compile(r".+:\d{1,5}")
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_target(parser, timeout=5.0)
     parser.add_argument("--check", action="store_true", help="health alone, for health checks and scripts")
     parser.add_argument("--run-dir", metavar="FOLDER", help="ask instead whether a scheduler listens in this run directory")
-    parser.add_argument("--rank", metavar="N", type=int, help="with --run-dir, ask whether the worker of this rank has loaded")
+    parser.add_argument("--rank", metavar="N", type=ANY_COUNT, help="with --run-dir, ask whether the worker of this rank has loaded")
     parser.add_argument("--head", metavar="HOST:PORT", help="ask instead whether a scheduler listens there for ranks of other hosts")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 

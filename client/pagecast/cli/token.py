@@ -9,13 +9,15 @@ import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from pagecast.cli.quantities import Number
+
 _NAME = re.compile(r"[\w.@/:-]{1,128}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("principal", help="whose token it is")
     parser.add_argument("--file", metavar="FILE", help="file of principals to add it to, made with mode 0600 if it is not there")
-    parser.add_argument("--days", type=_days, metavar="N", help="days until it ends (default: never)")
+    parser.add_argument("--days", type=Number(above=0, most=36_500, unit="days"), metavar="N", help="days until it ends (default: never)")
     parser.add_argument("--role", action="append", choices=("infer", "observe", "admin"), dest="roles",
                         help="role of the principal, if the file does not know it yet; may be given several times (default: infer)")
 
@@ -74,13 +76,3 @@ def _append(path: Path, principal: str, roles: list[str] | None, entry: str) -> 
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-
-
-def _days(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of days, not {text!r}") from None
-    if not 0 < value <= 36_500:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 36500 days, not {text}")
-    return value

@@ -6,6 +6,7 @@ from typing import Literal
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BATCH_DELAY_MS = 10
 MAX_RESUME_S = 3600
+MAX_TIME_S = 86_400
 MAX_IPC_PATH_BYTES = 107
 """Linux refuses a longer unix socket path (sun_path holds 108 bytes with the closing zero)."""
 
@@ -64,24 +65,23 @@ class EngineConfig:
             raise ConfigError(f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}")
         if not 0 <= self.batch_delay_ms <= MAX_BATCH_DELAY_MS:
             raise ConfigError(f"batch_delay_ms must be between 0 and {MAX_BATCH_DELAY_MS}, not {self.batch_delay_ms}")
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.max_steps_per_plan < 0:
-            raise ConfigError(f"max_steps_per_plan must be at least 0, not {self.max_steps_per_plan}")
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
+        for name, most in _MOST.items():
+            least = 0 if name == "max_steps_per_plan" else 1
+            if not least <= getattr(self, name) <= most:
+                raise ConfigError(f"{name} must be at least {least} and at most {most}, not {getattr(self, name)}")
+        for name in _TIMES:
+            if not 0 < getattr(self, name) <= MAX_TIME_S:
+                raise ConfigError(f"{name} must be positive and at most {MAX_TIME_S}, not {getattr(self, name)}")
         for name in ("resume_grace_s", "resume_retention_s"):
             if not 0 <= getattr(self, name) <= MAX_RESUME_S:
                 raise ConfigError(f"{name} must be between 0 and {MAX_RESUME_S}, not {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             value = self.max_num_batched_tokens
             raise ConfigError(f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), not {value}")
-        if self.num_blocks is not None and self.num_blocks < 2:
-            raise ConfigError(f"num_blocks must be at least 2 (block 0 is never allocated), not {self.num_blocks}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, not {self.max_model_len}")
+        if self.num_blocks is not None and not 2 <= self.num_blocks < 2**31:
+            raise ConfigError(f"num_blocks must be at least 2 (block 0 is never allocated) and below 2**31, not {self.num_blocks}")
+        if self.max_model_len is not None and not 2 <= self.max_model_len < 2**31:
+            raise ConfigError(f"max_model_len must be at least 2 and below 2**31, not {self.max_model_len}")
         if self.metrics_port is not None and not 0 < self.metrics_port < 65536:
             raise ConfigError(f"metrics_port must be between 1 and 65535, not {self.metrics_port}")
         if self.head is not None:
@@ -107,12 +107,13 @@ class EngineConfig:
         return f"{self.run_dir}/{WORKERS_SOCKET}"
 
 
-_AT_LEAST_ONE = (
-    "tensor_parallel_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_queued_requests",
-    "max_queued_tokens",
-    "max_plans_in_flight",
-)
-_POSITIVE = ("step_deadline_s", "heartbeat_timeout_s", "rank_timeout_s")
+_MOST = {
+    "tensor_parallel_size": 1024,
+    "max_num_seqs": 1 << 16,
+    "max_num_batched_tokens": 1 << 24,
+    "max_queued_requests": 2**31 - 1,
+    "max_queued_tokens": 2**31 - 1,
+    "max_plans_in_flight": 64,
+    "max_steps_per_plan": 1024,
+}
+_TIMES = ("step_deadline_s", "heartbeat_timeout_s", "rank_timeout_s")

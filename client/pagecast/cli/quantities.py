@@ -1,0 +1,65 @@
+"""Numbers that options take. Every option that is a number has one of these as its argparse type, so that nonsense is refused by name."""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+MOST = 2**31 - 1
+"""Counts beyond it are slips of the hand."""
+
+LONGEST_S = 366 * 86_400.0
+"""Times beyond it, in seconds, are too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number from `least` to `most`."""
+
+    least: int | None = None
+    most: int = MOST
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}") from None
+        if self.least is not None and value < self.least:
+            raise argparse.ArgumentTypeError(f"must be at least {self.least}, not {text[:40]}")
+        if value > self.most:
+            raise argparse.ArgumentTypeError(f"must be at most {self.most}, not {text[:40]}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number up to `most`; where they are given, from `least`, or above `above`. unit: what it counts."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float = 1e12
+    unit: str = ""
+
+    def __call__(self, text: str) -> float:
+        unit = f" {self.unit}" if self.unit else ""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be a number{' of' + unit if unit else ''}, not {text[:40]!r}")
+        if self.above is not None and value <= self.above:
+            raise argparse.ArgumentTypeError(f"must be more than {self.above:g}{unit}, not {text[:40]}")
+        if self.least is not None and value < self.least:
+            raise argparse.ArgumentTypeError(f"must be at least {self.least:g}{unit}, not {text[:40]}")
+        if value > self.most:
+            raise argparse.ArgumentTypeError(f"must be at most {self.most:g}{unit}, not {text[:40]}")
+        return value
+
+
+COUNT = Whole(1)
+"""Of something that there is to be."""
+ANY_COUNT = Whole(0)
+"""The same, or none."""
+SECONDS = Number(above=0, most=LONGEST_S, unit="seconds")
+SHARE = Number(above=0, most=1)
+TOKEN_ID = Whole(0, 2**32 - 1)
