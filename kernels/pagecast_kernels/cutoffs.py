@@ -16,12 +16,14 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 from pagecast_kernels.noise import GREEDY_BELOW, bits_of, key_of, noisy
+from pagecast_kernels.searches import collect, column_maxima, kth_largest, masses_above, nucleus_of, search_row, wide_nucleus
 from pagecast_kernels.shares import arrives_last
 
 _CUT_TILE_BYTES = 8192  # of logits a step of `_whole_row`, which has a whole row before it
 _TILE, _LARGE_TILE = 2048, 4096  # logits a step of the programs that share a row, where they gather and where they only look
 _COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
 _CANDIDATES = 1024  # how many a row may have in `_whole_row` before it is searched in full
+_FEW = 256  # candidates that are taken together, wherever they lie
 _WANTED = tl.constexpr(512)  # columns whose maxima bound the candidates where top-k does not say
 
 
@@ -66,151 +68,6 @@ def _segment(slices: int) -> int:
 
 
 @triton.jit
-def _threshold(key):
-    """The float32 at place `key` (int64, 0 to 2³² - 1) in the order of all float32; NaN outside [-inf, inf]."""
-    bits = tl.where(key >= 0x80000000, key - 0x80000000, -1 - key)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _or_all(threshold):
-    """A threshold below every logit, in place of the NaN of a search that failed: rounding may put the whole mass out of reach."""
-    return tl.where(threshold == threshold, threshold, float("-inf"))
-
-
-@triton.jit
-def _kth(x, count, BITS: tl.constexpr):
-    """The `count`-th largest of x, its key cut to BITS bits (rounded down); -inf if there is none."""
-    key = tl.zeros((), tl.int64)
-    for step in range(BITS):
-        trial = key + (tl.full((), 1, tl.int64) << (31 - step))
-        if tl.sum((x >= _threshold(trial)).to(tl.int32), 0) >= count:
-            key = trial
-    return _or_all(_threshold(key))
-
-
-@triton.jit
-def _nucleus(x, mass, wanted, BITS: tl.constexpr):
-    """The largest value, its key cut to BITS bits, at or above which x holds at least `wanted` of mass; -inf if there is none."""
-    key = tl.zeros((), tl.int64)
-    for step in range(BITS):
-        trial = key + (tl.full((), 1, tl.int64) << (31 - step))
-        if tl.sum(tl.where(x >= _threshold(trial), mass, 0.0), 0) >= wanted:
-            key = trial
-    return _or_all(_threshold(key))
-
-
-@triton.jit
-def _search(logits, vocab, top, inverse, min_count, wanted, BITS: tl.constexpr, TILE: tl.constexpr):
-    """The largest threshold at or above which lie min_count logits and `wanted` of mass: one bit of its key a pass over the row.
-
-    Right for any row; only rows with thousands of equal logits, or top_k in the thousands, come here.
-    """
-    column = tl.arange(0, TILE)
-    key = tl.zeros((), tl.int64)
-    for step in range(BITS):
-        trial = key + (tl.full((), 1, tl.int64) << (31 - step))
-        least = _threshold(trial)
-        count, mass = tl.zeros((TILE,), tl.int32), tl.zeros((TILE,), tl.float32)
-        for start in range(0, vocab, TILE):
-            x = tl.load(logits + start + column, start + column < vocab, float("-inf")).to(tl.float32)
-            count += (x >= least).to(tl.int32)
-            mass += tl.where(x >= least, tl.exp((x - top) * inverse), 0.0)
-        if (tl.sum(count, 0) >= min_count) & (tl.sum(mass, 0) >= wanted):
-            key = trial
-    return _or_all(_threshold(key))
-
-
-@triton.jit
-def _maxima(logits, vocab, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """The largest logit of each of COLUMNS interleaved columns."""
-    column = tl.arange(0, TILE)
-    most = tl.full((TILE,), float("-inf"), tl.float32)
-    following = tl.load(logits + column, column < vocab, float("-inf"))
-    for start in range(0, vocab, TILE):
-        x = following.to(tl.float32)
-        following = tl.load(logits + start + TILE + column, start + TILE + column < vocab, float("-inf"))
-        most = tl.maximum(most, x)
-    return tl.max(tl.reshape(most, (TILE // COLUMNS, COLUMNS)), 0)
-
-
-@triton.jit
-def _collect(logits, vocab, low, high, top, inverse, candidates, TILE: tl.constexpr, CANDIDATES: tl.constexpr):
-    """Write the logits in [low, high) to `candidates`, while they fit. Returns how many there are, and the mass of the whole row."""
-    column = tl.arange(0, TILE)
-    count = tl.zeros((), tl.int32)
-    mass = tl.zeros((TILE,), tl.float32)
-    following = tl.load(logits + column, column < vocab, float("-inf"))
-    for start in range(0, vocab, TILE):
-        x = following.to(tl.float32)
-        following = tl.load(logits + start + TILE + column, start + TILE + column < vocab, float("-inf"))
-        mass += tl.exp((x - top) * inverse)
-        chosen = ((x >= low) & (x < high)).to(tl.int32)
-        found = tl.sum(chosen, 0)
-        if found > 0:
-            if count < CANDIDATES:
-                place = count + tl.cumsum(chosen, 0) - 1
-                tl.store(candidates + place, x, (chosen > 0) & (place < CANDIDATES))
-            count += found
-    # Other threads read the candidates next.
-    tl.debug_barrier()
-    return count, tl.sum(mass, 0)
-
-
-@triton.jit
-def _masses(logits, vocab, t1, t2, t3, top, inverse, TILE: tl.constexpr):
-    """The masses at or above three thresholds."""
-    column = tl.arange(0, TILE)
-    m1, m2, m3 = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
-    following = tl.load(logits + column, column < vocab, float("-inf"))
-    for start in range(0, vocab, TILE):
-        x = following.to(tl.float32)
-        following = tl.load(logits + start + TILE + column, start + TILE + column < vocab, float("-inf"))
-        mass = tl.exp((x - top) * inverse)
-        m1 += tl.where(x >= t1, mass, 0.0)
-        m2 += tl.where(x >= t2, mass, 0.0)
-        m3 += tl.where(x >= t3, mass, 0.0)
-    return tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
-
-
-@triton.jit
-def _wide_nucleus(
-    logits, vocab, high, mass_high, wanted, top, inverse, candidates, BITS: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """The nucleus of a row that is too flat for the candidates above `high`, at or above which lies mass_high < wanted.
-
-    Quarters a bracket of values by passes over the row until its logits fit the candidate buffer, and finishes there.
-    """
-    low = top - 30.0 / inverse  # what lies below has no mass that float32 sums could show
-    rounds = 0
-    cutoff = low
-    while rounds < 9:
-        quarter = (high - low) * 0.25
-        t1, t2, t3 = low + quarter, low + 2 * quarter, low + 3 * quarter
-        m1, m2, m3 = _masses(logits, vocab, t1, t2, t3, top, inverse, TILE)
-        if m3 >= wanted:
-            low = t3
-        elif m2 >= wanted:
-            low, high, mass_high = t2, t3, m3
-        elif m1 >= wanted:
-            low, high, mass_high = t1, t2, m2
-        else:
-            high, mass_high = t1, m1
-        rounds += 1
-        # From the fourth round on a smooth row's bracket may be narrow enough.
-        if rounds >= 4:
-            count, _ = _collect(logits, vocab, low, high, top, inverse, candidates, TILE, CANDIDATES)
-            if count <= CANDIDATES:
-                index = tl.arange(0, CANDIDATES)
-                x = tl.load(candidates + index, index < count, float("-inf"))
-                cutoff = tl.maximum(_nucleus(x, tl.exp((x - top) * inverse), wanted - mass_high, BITS), low)
-                rounds = 99
-    if rounds < 99:
-        cutoff = _search(logits, vocab, top, inverse, 1, wanted, BITS, TILE)
-    return cutoff
-
-
-@triton.jit
 def _whole_row(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr, candidates_ptr, vocab, stride,
     BITS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -226,32 +83,32 @@ def _whole_row(
         logits = logits_ptr + row.to(tl.int64) * stride
         candidates = candidates_ptr + row * CANDIDATES
         inverse = 1.0 / temperature
-        most = _maxima(logits, vocab, COLUMNS, TILE)
+        most = column_maxima(logits, vocab, COLUMNS, TILE)
         top = tl.max(most, 0)
         if in_k | in_p:
             short = in_k & (top_k <= _WANTED)
-            high = _kth(most, tl.where(short, top_k, _WANTED), BITS)
-            count, whole = _collect(logits, vocab, high, float("inf"), top, inverse, candidates, TILE, CANDIDATES)
+            high = kth_largest(most, tl.where(short, top_k, _WANTED), BITS)
+            count, whole = collect(logits, vocab, high, float("inf"), top, inverse, candidates, TILE, CANDIDATES)
             index = tl.arange(0, CANDIDATES)
             few = count <= CANDIDATES
             x = tl.load(candidates + index, index < count, float("-inf"))
             mass = tl.exp((x - top) * inverse)
             if in_k:
                 if short & few:
-                    cutoff = _kth(x, top_k, BITS)
+                    cutoff = kth_largest(x, top_k, BITS)
                     whole = tl.sum(tl.where(x >= cutoff, mass, 0.0), 0)
                 else:
-                    cutoff = _search(logits, vocab, top, inverse, top_k, 0.0, BITS, TILE)
-                    whole, _, _ = _masses(logits, vocab, cutoff, cutoff, cutoff, top, inverse, TILE)
+                    cutoff = search_row(logits, vocab, top, inverse, top_k, 0.0, BITS, TILE)
+                    whole, _, _ = masses_above(logits, vocab, cutoff, cutoff, cutoff, top, inverse, TILE)
             if in_p:
                 held = tl.sum(mass, 0)
                 wanted = tl.maximum(top_p * whole, 1e-30)  # top_p 0 keeps the largest
                 if few & (held >= wanted):
-                    nucleus = _nucleus(x, mass, wanted, BITS)
+                    nucleus = nucleus_of(x, mass, wanted, BITS)
                 elif few:
-                    nucleus = _wide_nucleus(logits, vocab, high, held, wanted, top, inverse, candidates, BITS, TILE, CANDIDATES)
+                    nucleus = wide_nucleus(logits, vocab, high, held, wanted, top, inverse, candidates, BITS, TILE, CANDIDATES)
                 else:
-                    nucleus = _search(logits, vocab, top, inverse, 1, wanted, BITS, TILE)
+                    nucleus = search_row(logits, vocab, top, inverse, 1, wanted, BITS, TILE)
                 cutoff = tl.maximum(cutoff, nucleus)
         if min_p > 0.0:
             cutoff = tl.maximum(cutoff, top + temperature * tl.log(min_p))
@@ -295,7 +152,7 @@ def _bound(
             bound = top
             cutoff = tl.full((), float("-inf"), tl.float32)
             if in_k | in_p:
-                bound = _kth(maxima, tl.where(in_k & (top_k <= _WANTED), top_k, _WANTED), BITS)
+                bound = kth_largest(maxima, tl.where(in_k & (top_k <= _WANTED), top_k, _WANTED), BITS)
             else:
                 cutoff = top + temperature * tl.log(min_p)
                 bound = cutoff
@@ -354,11 +211,76 @@ def _draw(
 
 
 @triton.jit
+def _cut(x, fits, bound, top, inverse, whole, limits, BITS: tl.constexpr):
+    """The cut-off of a row whose candidates are x and whose mass is `whole`; NaN, left open, where they do not decide it."""
+    temperature, top_k, top_p, min_p, in_k, in_p = limits
+    cutoff = bound
+    if in_k | in_p:
+        cutoff = tl.full((), float("nan"), tl.float32)
+    if fits & (in_k | in_p) & (~in_k | (top_k <= _WANTED)):
+        weights = tl.exp((x - top) * inverse)
+        cutoff = tl.full((), float("-inf"), tl.float32)
+        if in_k:
+            cutoff = kth_largest(x, top_k, BITS)
+            whole = tl.sum(tl.where(x >= cutoff, weights, 0.0), 0)
+        if in_p:
+            wanted = tl.maximum(top_p * whole, 1e-30)  # top_p 0 keeps the largest
+            if tl.sum(weights, 0) >= wanted:
+                cutoff = tl.maximum(cutoff, nucleus_of(x, weights, wanted, BITS))
+            else:
+                cutoff = tl.full((), float("nan"), tl.float32)
+        if min_p > 0.0:  # an open cut-off stays open
+            least = top + temperature * tl.log(min_p)
+            cutoff = tl.where(cutoff < least, least, cutoff)
+    return cutoff
+
+
+@triton.jit
+def _finish_few(
+    candidates, tokens, counts, total, bound, top, inverse, whole, limits, key, outputs,
+    BITS: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """The cut-off and the token of a row of at most FEW candidates, taken together wherever in the slices' segments they lie."""
+    cutoff_ptr, out_ptr, drawn_ptr = outputs
+    index = tl.arange(0, FEW)
+    before = tl.cumsum(counts, 0)[None, :] <= index[:, None]
+    place = tl.sum(before.to(tl.int32), 1) * SEGMENT + index - tl.sum(tl.where(before, counts[None, :], 0), 1)
+    x = tl.load(candidates + place, index < total, float("-inf"), cache_modifier=".cg")
+    ids = tl.load(tokens + place, index < total, 0, cache_modifier=".cg")
+    cutoff = _cut(x, total >= 0, bound, top, inverse, whole, limits, BITS)
+    tl.store(cutoff_ptr, cutoff)
+    if cutoff == cutoff:
+        seed, sequence, position = key
+        score = noisy(x * inverse, bits_of(seed, sequence, position, ids))
+        score = tl.where((index < total) & (x >= cutoff), score, float("-inf"))
+        tl.store(out_ptr, tl.min(tl.where(score == tl.max(score, 0), ids, 0x7FFFFFFF), 0))
+        tl.store(drawn_ptr, 1)
+
+
+@triton.jit
+def _finish_many(
+    candidates, tokens, counts_ptr, fits, bound, top, inverse, whole, limits, key, outputs,
+    BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
+    """The same over all segments; a cut-off that stays open, NaN, where the candidates do not decide it."""
+    cutoff_ptr, out_ptr, drawn_ptr = outputs
+    place = tl.arange(0, SLICES * SEGMENT)
+    held = place % SEGMENT < tl.load(counts_ptr + place // SEGMENT, cache_modifier=".cg")
+    x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
+    cutoff = _cut(x, fits, bound, top, inverse, whole, limits, BITS)
+    tl.store(cutoff_ptr, cutoff)
+    if fits & (cutoff == cutoff):
+        seed, sequence, position = key
+        tl.store(out_ptr, _draw(candidates, tokens, counts_ptr, cutoff, inverse, seed, sequence, position, SLICES, SEGMENT, 256))
+        tl.store(drawn_ptr, 1)
+
+
+@triton.jit
 def _narrow(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
     counters_ptr, cutoffs_ptr, drawn_ptr, out_ptr, bounds_ptr, candidates_ptr, tokens_ptr, counts_ptr, masses_ptr,
     vocab, stride, slice_size,
-    BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
@@ -380,38 +302,19 @@ def _narrow(
             slices = tl.arange(0, SLICES)
             counts = tl.load(counts_ptr + row * SLICES + slices, cache_modifier=".cg")
             whole = tl.sum(tl.load(masses_ptr + row * SLICES + slices, cache_modifier=".cg"), 0)
-            place = tl.arange(0, SLICES * SEGMENT)
-            held = place % SEGMENT < tl.load(counts_ptr + row * SLICES + place // SEGMENT, cache_modifier=".cg")
-            x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
-            open_end = float("nan")
             fits = tl.max(counts, 0) <= SEGMENT
-            cutoff = bound
-            if in_k | in_p:
-                cutoff = tl.full((), open_end, tl.float32)
-            if fits & (in_k | in_p) & (~in_k | (top_k <= _WANTED)):
-                weights = tl.exp((x - top) * inverse)
-                cutoff = tl.full((), float("-inf"), tl.float32)
-                if in_k:
-                    cutoff = _kth(x, top_k, BITS)
-                    whole = tl.sum(tl.where(x >= cutoff, weights, 0.0), 0)
-                if in_p:
-                    wanted = tl.maximum(top_p * whole, 1e-30)  # top_p 0 keeps the largest
-                    if tl.sum(weights, 0) >= wanted:
-                        cutoff = tl.maximum(cutoff, _nucleus(x, weights, wanted, BITS))
-                    else:
-                        cutoff = tl.full((), open_end, tl.float32)
-                if min_p > 0.0:  # an open cut-off stays open
-                    least = top + temperature * tl.log(min_p)
-                    cutoff = tl.where(cutoff < least, least, cutoff)
-            tl.store(cutoffs_ptr + row, cutoff)
+            limits = (temperature, top_k, top_p, min_p, in_k, in_p)
+            total = tl.sum(counts, 0)
             tl.store(counters_ptr + row, 0)
-            if fits & (cutoff == cutoff):
-                seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
-                drawn = _draw(
-                    candidates, tokens, counts_ptr + row * SLICES, cutoff, inverse, seed, sequence, position, SLICES, SEGMENT, 256
+            seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
+            key, outputs = (seed, sequence, position), (cutoffs_ptr + row, out_ptr + row, drawn_ptr + row)
+            if fits & (total <= FEW):
+                _finish_few(candidates, tokens, counts, total, bound, top, inverse, whole, limits, key, outputs, BITS, SEGMENT, FEW)
+            else:
+                _finish_many(
+                    candidates, tokens, counts_ptr + row * SLICES, fits, bound, top, inverse, whole, limits, key, outputs,
+                    BITS, SLICES, SEGMENT,
                 )  # fmt: skip
-                tl.store(out_ptr + row, drawn)
-                tl.store(drawn_ptr + row, 1)
 
 
 def find_cutoffs(
@@ -438,7 +341,7 @@ def find_cutoffs(
     )  # fmt: skip
     _narrow[(batch, slices)](
         logits, *limits, *draws, second, work.cutoffs, work.drawn, out, work.bounds, work.candidates, work.tokens, work.counts,
-        work.masses, vocab, stride, slice_size, bits, slices, _segment(slices), _TILE, num_warps=4, maxnreg=96,
+        work.masses, vocab, stride, slice_size, bits, slices, _segment(slices), _FEW, _TILE, num_warps=4, maxnreg=96,
     )  # fmt: skip
     _whole_row[(batch,)](
         logits, *limits, work.cutoffs, work.candidates, vocab, stride,
