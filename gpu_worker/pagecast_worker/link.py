@@ -32,6 +32,8 @@ _FAILED_HANDSHAKE: Final = (
 _HANDSHAKES: Final = 5
 """Failed handshakes after which keys are to blame, and not a scheduler that ended at the wrong moment."""
 _JOIN_AGAIN_MS: Final = 1000
+_TELL_AFTER: Final = 2
+"""Seconds, which are also beats and joins, without a scheduler after which the log says once what this rank waits for."""
 _RECONNECT_MS: Final = 50
 _RECONNECT_MAX_MS: Final = 1000
 _log = structlog.get_logger(__name__)
@@ -137,6 +139,8 @@ class Link:
     def _await_handshake(self, monitor: zmq.Socket[bytes]) -> None:
         """A key that is not known is told at once; with another scheduler's key, or none, the connection just ends, time and again."""
         failures = 0
+        if not monitor.poll(1000 * _TELL_AFTER):
+            self._tell_waiting("the scheduler")
         while True:
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -156,11 +160,15 @@ class Link:
             pid_namespace=pid_namespace(), rank=self.config.rank, world_size=self.config.tensor_parallel_size,
             model_digest=model_digest, config_digest=self.config.digest(), address=address,
         )
+        num_sent = 0
         while True:
             self.send(join)
+            num_sent += 1
             if self.socket.poll(_JOIN_AGAIN_MS) and (formed := self.heed()) is not None:
                 self._group = formed.group
                 return formed
+            if num_sent == _TELL_AFTER:
+                self._tell_waiting("the scheduler and the other ranks")
 
     def heed(self) -> GroupFormed | None:
         """While loading: a group that was formed, if one was. Raises LoadError where this rank is refused, Stopped."""
@@ -243,7 +251,7 @@ class Link:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self.config.workers_endpoint)
-        due = time.monotonic() + HEARTBEAT_S
+        due, num_unheard = time.monotonic() + HEARTBEAT_S, 0
         try:
             while True:
                 if socket.poll(max(0, round((due - time.monotonic()) * 1000))):
@@ -251,16 +259,23 @@ class Link:
                         self._wake()
                 elif time.monotonic() >= due:
                     due += HEARTBEAT_S
-                    self._send_beat(socket)
+                    num_unheard = 0 if self._send_beat(socket) else num_unheard + 1
+                    if num_unheard == _TELL_AFTER:
+                        self._tell_waiting("the scheduler")
         except zmq.ContextTerminated:
             socket.close()
 
-    def _send_beat(self, socket: zmq.Socket[bytes]) -> None:
+    def _send_beat(self, socket: zmq.Socket[bytes]) -> bool:
+        """False where nobody listens at present."""
         done = self.completed
         try:
             socket.send(encode(Heartbeat(self.config.rank, self.incarnation, done.epoch, done.step)), zmq.NOBLOCK)
         except zmq.Again:
-            pass  # nobody listens at present
+            return False
+        return True
+
+    def _tell_waiting(self, whom: str) -> None:
+        _log.warning(f"waiting for {whom}", endpoint=self.config.workers_endpoint, rank=self.config.rank)
 
     def _wake(self) -> None:
         try:

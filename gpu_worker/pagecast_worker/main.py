@@ -35,6 +35,8 @@ def run(config: WorkerConfig) -> int:
     path = config.workers_endpoint.removeprefix("ipc://")
     if config.head is None and len(path.encode()) > _MAX_IPC_PATH:
         return _refuse(f"run_dir is too long: its socket path has {len(path.encode())} bytes, the limit is {_MAX_IPC_PATH}")
+    if config.head is None and not os.path.isdir(config.run_dir):
+        return _refuse(f"the run directory {config.run_dir} does not exist: give the --run-dir of a scheduler that has been started")
     try:
         link = Link(config)
     except KeysError as error:

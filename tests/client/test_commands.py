@@ -55,6 +55,8 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["serve", "--executor", "oracle", "--insecure-wire"], 2, "--insecure-wire needs --head"),
     (["serve", "--executor", "oracle", "--record-tokens"], 2, "--record-tokens needs --record"),
     (["bench", "kernels", "--tensor-parallel-size", "0"], 2, "argument --tensor-parallel-size: must be at least 1, not 0"),
+    (["worker", "--executor", "oracle", "--run-dir", "/no/such"], 2, "the run directory /no/such does not exist"),
+    (["frontend", "--model", "", "--port", "0", "--run-dir", "/no/such"], 2, "cannot use the run directory /no/such: No such file"),
     (["serve", "/no/such/model"], 2, "no model '/no/such/model'"),
     (["serve", "--executor", "oracle", "--host", "0.0.0.0"], 2, "--insecure"),
     (["bench"], 2, "name what to measure"),

@@ -159,11 +159,15 @@ def test_signals_end_an_idle_worker(
     assert worker.wait(WAIT_S) == 0
 
 
-def test_a_signal_ends_a_worker_that_has_no_scheduler(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
+def test_a_worker_without_a_scheduler_says_what_it_waits_for_and_ends_by_a_signal(
+    tmp_path: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
     worker = start_worker(tmp_path, log_format="json")
     started.append(worker)
     assert worker.stderr is not None
     assert b"loaded" in worker.stderr.readline()
+    told = json.loads(worker.stderr.readline())
+    assert told["event"] == "waiting for the scheduler" and told["endpoint"] == f"ipc://{tmp_path}/workers.ipc"
     worker.terminate()
     assert worker.wait(WAIT_S) == 0
 

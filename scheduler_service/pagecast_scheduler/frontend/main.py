@@ -51,6 +51,9 @@ CLOSING_S = 1.0
 HOUSEKEEPING_S = 1.0
 """How often files are looked at, and the loop's lateness is measured, while nobody calls."""
 
+TELL_AFTER = 3
+"""Rounds without a word of the scheduler after which the log says once what is waited for."""
+
 
 class StartError(Exception):
     """Why the process cannot start, as one line for the operator."""
@@ -73,19 +76,20 @@ class Frontend:
         self._stopping = asyncio.Event()
         self._at_once = asyncio.Event()
         self._has_served = False
+        self._rounds_unheard = 0
         self._log_level = config.log_level
         self.address = ""
 
     async def start(self) -> None:
         """Serves from here on. Raises StartError or PortInUse."""
         config = self._config
-        self._guards = self._make_guards()
-        self._listen()
-        tokenizer = await asyncio.get_running_loop().run_in_executor(None, _load, config.model)
         try:
             key = load_key(self._run_dir)
         except OSError as error:
             raise StartError(f"cannot use the run directory {config.run_dir}: {error.strerror}") from None
+        self._guards = self._make_guards()
+        self._listen()
+        tokenizer = await asyncio.get_running_loop().run_in_executor(None, _load, config.model)
         self._engine = EngineClient(f"ipc://{config.run_dir}/frontends.ipc", config.slow_consumer_timeout_s)
         self._prompts = PromptMaker(tokenizer)
         self.state = ServiceState(config, self._engine, self._prompts, key)
@@ -141,6 +145,9 @@ class Frontend:
         now = loop.time()
         guards = self._guards
         self._pulse.beat()
+        self._rounds_unheard += self._engine.welcome is None
+        if self._rounds_unheard == TELL_AFTER and self._engine.welcome is None:
+            log.warning("waiting for the scheduler", run_dir=str(self._run_dir))
         guards.metrics.loop_lag(now - due)
         if guards.certificates is not None:
             guards.metrics.certificate_expires(guards.certificates.value.expires.timestamp())
