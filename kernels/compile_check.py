@@ -3,7 +3,7 @@
     PYTHONPATH=kernels python kernels/compile_check.py [--arch 90] [--only paged_decode]
 
 For each variant: warps, registers, shared memory, stack (a stack in an attention kernel is a spill). Exits 1 if one fails, spills, or
-needs more shared memory than a program may have.
+needs more shared memory than a program may have. Those of float32 may spill: that type is there to compare with, not for speed.
 """
 
 import argparse
@@ -97,6 +97,7 @@ def attention_variants() -> Iterator[Variant]:
     """Head sizes, group sizes, block sizes, dtypes, window and soft-cap, as models have them."""
     shapes = [(8, 2, 128, 16), (8, 2, 128, 64), (9, 3, 64, 16), (8, 1, 64, 32), (4, 4, 96, 16), (4, 2, 256, 16)]
     cases: list[tuple[tuple[int, ...], torch.dtype, dict[str, float]]] = [(shape, torch.bfloat16, {}) for shape in shapes]
+    cases += [(shape, torch.float32, {}) for shape in (*shapes[::2], shapes[-1], (64, 2, 128, 16))]
     cases += [(shapes[0], torch.float16, {}), (shapes[0], torch.bfloat16, {"window": 1024}), (shapes[5], torch.bfloat16, {"softcap": 50.0})]
     for (heads, kv_heads, dim, size), dtype, options in cases:
         cache = torch.zeros((4, kv_heads, size, dim), dtype=dtype)
@@ -117,12 +118,12 @@ def attention_variants() -> Iterator[Variant]:
         )
 
 
-def shared_variants() -> Iterator[Variant]:
+def shared_variants(dtype: torch.dtype) -> Iterator[Variant]:
     for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 2, 256)):
-        q, cache = torch.zeros((2, heads, dim), dtype=torch.bfloat16), torch.zeros((4, kv_heads, 16, dim), dtype=torch.bfloat16)
+        q, cache = torch.zeros((2, heads, dim), dtype=dtype), torch.zeros((4, kv_heads, 16, dim), dtype=dtype)
         shared = shared_prefix.SharedPrefixes(_ints(2), _ints(2), _ints(4, 4))
-        args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(2), 0.1, shared)
-        yield f"paged_decode_shared h{dim} g{heads // kv_heads}", lambda args=args: shared_prefix.paged_decode_shared(*args)
+        args, name = (q, cache, cache, _ints(2, 64), _ints(2), _ints(2), 0.1, shared), f"h{dim} g{heads // kv_heads} {str(dtype)[6:]}"
+        yield f"paged_decode_shared {name}", lambda args=args: shared_prefix.paged_decode_shared(*args)
 
 
 def hopper_variants() -> Iterator[Variant]:
@@ -144,6 +145,8 @@ def all_reduce_variants() -> Iterator[Variant]:
             yield f"all_reduce n{ranks} m{tokens}", lambda p=peers, x=x: all_reduce.all_reduce(x, p)
             if ranks != 3:
                 yield f"all_reduce two shots n{ranks} m{tokens}", lambda p=peers, x=x: all_reduce.all_reduce(x, p, two_shots=True)
+        wide = torch.zeros((16, 8192))
+        yield f"all_reduce n{ranks} float32", lambda p=peers, x=wide: all_reduce.all_reduce(x, p)
         yield f"all_reduce residual n{ranks}", lambda p=peers, x=x: all_reduce.all_reduce(x, p, x.clone())
         yield f"all_reduce_add_rms_norm n{ranks}", lambda p=peers, x=x: all_reduce.all_reduce_add_rms_norm(x, x.clone(), x[0], 1e-5, p)
 
@@ -189,53 +192,61 @@ def quantized_variants() -> Iterator[Variant]:
         )
 
 
-def byte_cache_variants() -> Iterator[Variant]:
+def byte_cache_variants(dtype: torch.dtype) -> Iterator[Variant]:
     """Everything that touches the cache, where it is of e4m3."""
+    name = "" if dtype == torch.bfloat16 else f" {str(dtype)[6:]}"
     for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 4, 96)):
-        cache, q = torch.zeros((4, kv_heads, 16, dim)).to(torch.float8_e4m3fn), torch.zeros((2, heads, dim), dtype=torch.bfloat16)
+        cache, q = torch.zeros((4, kv_heads, 16, dim)).to(torch.float8_e4m3fn), torch.zeros((2, heads, dim), dtype=dtype)
         scales = {"k_scale": torch.ones(kv_heads), "v_scale": torch.ones(kv_heads)}
         args = (q, cache, cache, _ints(2, 64), _ints(2))
-        yield f"paged_decode h{dim} e4m3", lambda a=args, s=scales: decode.paged_decode(*a, _ints(2), 0.1, **s)
+        yield f"paged_decode h{dim} e4m3{name}", lambda a=args, s=scales: decode.paged_decode(*a, _ints(2), 0.1, **s)
         yield (
-            f"paged_prefill h{dim} e4m3",
+            f"paged_prefill h{dim} e4m3{name}",
             lambda a=args, s=scales: prefill.paged_prefill(*a, _ints(3), _ints(2), 0.1, max_query_len=64, **s),
         )
-        qkv, slots = torch.zeros((2, (heads + 2 * kv_heads) * dim), dtype=torch.bfloat16), _ints(2, dtype=torch.int64)
+        qkv, slots = torch.zeros((2, (heads + 2 * kv_heads) * dim), dtype=dtype), _ints(2, dtype=torch.int64)
         shape = (heads, kv_heads, dim)
         yield (
-            f"rope_and_write_kv h{dim} e4m3",
+            f"rope_and_write_kv h{dim} e4m3{name}",
             lambda q=qkv, c=cache, s=slots, n=shape, o=scales: rope.rope_and_write_kv(
                 q, torch.zeros(64, n[2]), _ints(2), s, c, c, *n, **o
             ),
         )  # fmt: skip
 
 
-def other_variants() -> Iterator[Variant]:
-    x = torch.zeros((2, 4096), dtype=torch.bfloat16)
-    yield "rms_norm", lambda: norms.rms_norm(x, x[0], 1e-5)
-    yield "add_rms_norm", lambda: norms.add_rms_norm(x, x.clone(), x[0], 1e-5)
-    yield "silu_mul", lambda: elementwise.silu_mul(x)
-    yield "embedding", lambda: elementwise.embedding(_ints(2), x)
-    cache = torch.zeros((4, 8, 16, 128), dtype=torch.bfloat16)
-    yield "copy_blocks", lambda: elementwise.copy_blocks(cache, cache, _ints(2), _ints(2))
-    qkv, slots = torch.zeros((2, 48 * 128), dtype=torch.bfloat16), _ints(2, dtype=torch.int64)
+def row_variants(dtype: torch.dtype) -> Iterator[Variant]:
+    """What is computed row by row."""
+    name = str(dtype)[6:]
+    x = torch.zeros((2, 4096), dtype=dtype)
+    yield f"rms_norm {name}", lambda: norms.rms_norm(x, x[0], 1e-5)
+    yield f"add_rms_norm {name}", lambda: norms.add_rms_norm(x, x.clone(), x[0], 1e-5)
+    yield f"silu_mul {name}", lambda: elementwise.silu_mul(x)
+    yield f"gelu_mul {name}", lambda: elementwise.gelu_mul(x)
+    yield f"embedding {name}", lambda: elementwise.embedding(_ints(2), x)
+    cache = torch.zeros((4, 8, 16, 128), dtype=dtype)
+    yield f"copy_blocks {name}", lambda: elementwise.copy_blocks(cache, cache, _ints(2), _ints(2))
+    qkv, slots = torch.zeros((2, 48 * 128), dtype=dtype), _ints(2, dtype=torch.int64)
     for norm in (None, x[0, :128]):
         yield (
-            f"rope_and_write_kv{'' if norm is None else ' normed'}",
+            f"rope_and_write_kv{'' if norm is None else ' normed'} {name}",
             lambda norm=norm: rope.rope_and_write_kv(
                 qkv, torch.zeros(64, 128), _ints(2), slots, cache, cache, 32, 8, 128, norm, norm
             ),
         )  # fmt: skip
-    yield "invariant_linear", lambda: invariant.invariant_linear(x, torch.zeros((512, 4096)).bfloat16())
+    yield f"invariant_linear {name}", lambda: invariant.invariant_linear(x, torch.zeros((512, 4096), dtype=dtype))
+    for depth in (4096, 576):
+        one, weight = x[:1, :depth].contiguous(), torch.zeros((64, depth), dtype=dtype)
+        yield f"gemv {depth} {name}", lambda one=one, weight=weight: gemv.gemv(one, weight)
+        yield f"gemv_add {depth} {name}", lambda one=one, weight=weight: gemv.gemv_add(one, weight, x[:1, :64].contiguous())
+        yield f"norm_gemv {depth} {name}", lambda one=one, weight=weight: gemv.norm_gemv(one, one[0], 1e-5, weight)
+        yield f"norm_gemv_silu_mul {depth} {name}", lambda one=one, weight=weight: gemv.norm_gemv_silu_mul(one, one[0], 1e-5, weight)
+
+
+def step_variants() -> Iterator[Variant]:
+    """What steps begin and end with."""
     scalars, seeds, row = _ints(8, 17), _ints(17, dtype=torch.int64), _ints(2)
     yield "gather_rows", lambda: steps.gather_rows(row, scalars, seeds, _ints(17, 64), 16)
     yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)
-    for depth in (4096, 576):
-        one, weight = x[:1, :depth].contiguous(), torch.zeros((64, depth)).bfloat16()
-        yield f"gemv {depth}", lambda one=one, weight=weight: gemv.gemv(one, weight)
-        yield f"gemv_add {depth}", lambda one=one, weight=weight: gemv.gemv_add(one, weight, x[:1, :64].contiguous())
-        yield f"norm_gemv {depth}", lambda one=one, weight=weight: gemv.norm_gemv(one, one[0], 1e-5, weight)
-        yield f"norm_gemv_silu_mul {depth}", lambda one=one, weight=weight: gemv.norm_gemv_silu_mul(one, one[0], 1e-5, weight)
     for dtype in (torch.bfloat16, torch.float32):
         logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
         args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))
@@ -244,19 +255,21 @@ def other_variants() -> Iterator[Variant]:
         yield f"top_logprobs {str(dtype)[6:]}", lambda logits=logits: logprobs.top_logprobs(logits, _ints(2), 5)
 
 
-def expert_variants() -> Iterator[Variant]:
-    """Qwen3-30B-A3B, Mixtral and DeepSeek-V3, from one token to a whole batch."""
+def expert_variants(dtype: torch.dtype) -> Iterator[Variant]:
+    """Qwen3-30B-A3B, Mixtral, DeepSeek-V3 and sizes that no tile divides, from one token to a whole batch."""
     for name, count, hidden, inner, routing in (
         ("qwen3", 128, 2048, 768, Routing(8)),
         ("mixtral", 8, 4096, 14336, Routing(2)),
+        ("odd", 6, 208, 80, Routing(2)),
         ("deepseek", 256, 7168, 2048, Routing(8, sigmoid=True, scale=2.5, groups=8, chosen_groups=4, group_top=2)),
     ):
         for tokens in (1, 256, 4096):
-            x, logits = (torch.empty((tokens, size), dtype=torch.bfloat16, device="meta") for size in (hidden, count))
-            gate_up = torch.empty((count, 2 * inner, hidden), dtype=torch.bfloat16, device="meta")
-            down, bias = torch.empty((count, hidden, inner), dtype=torch.bfloat16, device="meta"), torch.empty(count, device="meta")
+            x, logits = (torch.empty((tokens, size), dtype=dtype, device="meta") for size in (hidden, count))
+            gate_up = torch.empty((count, 2 * inner, hidden), dtype=dtype, device="meta")
+            down, bias = torch.empty((count, hidden, inner), dtype=dtype, device="meta"), torch.empty(count, device="meta")
             args = (x, logits, gate_up, down, routing)
-            yield f"mixture {name} {tokens}", lambda args=args, bias=bias: experts.mixture(*args, bias=bias if args[4].sigmoid else None)
+            bias = bias if routing.sigmoid else None
+            yield f"mixture {name} {tokens} {str(dtype)[6:]}", lambda args=args, bias=bias: experts.mixture(*args, bias=bias)
 
 
 def quantized_expert_variants() -> Iterator[Variant]:
@@ -307,37 +320,21 @@ def _rules(logits: torch.Tensor) -> None:
     token_rules.note_tokens(row, row, row, counts, recent)
 
 
-def latent_variants() -> Iterator[Variant]:
+def latent_variants(dtype: torch.dtype) -> Iterator[Variant]:
     """DeepSeek-V2-Lite, and V2 or V3 whole."""
+    name = str(dtype)[6:]
     for heads in (16, 128):
-        q, rope, slots = torch.zeros((2, heads, 192), dtype=torch.bfloat16), _ints(2), _ints(2, dtype=torch.int64)
-        k_cache, v_cache = (torch.zeros((4, 1, 16, dim), dtype=torch.bfloat16) for dim in (64, 512))
-        kv, latent = torch.zeros((2, 576), dtype=torch.bfloat16), torch.zeros((2, heads, 512), dtype=torch.bfloat16)
+        q, rope, slots = torch.zeros((2, heads, 192), dtype=dtype), _ints(2), _ints(2, dtype=torch.int64)
+        k_cache, v_cache = (torch.zeros((4, 1, 16, dim), dtype=dtype) for dim in (64, 512))
+        kv, latent = torch.zeros((2, 576), dtype=dtype), torch.zeros((2, heads, 512), dtype=dtype)
         caches = (k_cache, v_cache)
         write = (q[..., 128:], kv, kv[0, :512], 1e-6, torch.zeros(64, 64), rope, slots, *caches)
-        yield f"latent_rope_and_write h{heads}", lambda write=write: latent_ops.latent_rope_and_write(*write)
+        yield f"latent_rope_and_write h{heads} {name}", lambda write=write: latent_ops.latent_rope_and_write(*write)
         args = (latent, q[..., 128:].contiguous(), *caches, _ints(2, 64), _ints(2))
-        yield f"latent_decode paged h{heads}", lambda args=args: latent_ops.latent_decode(*args, _ints(2), 0.1)
+        yield f"latent_decode paged h{heads} {name}", lambda args=args: latent_ops.latent_decode(*args, _ints(2), 0.1)
         yield (
-            f"latent_prefill paged h{heads}",
+            f"latent_prefill paged h{heads} {name}",
             lambda args=args: latent_ops.latent_prefill(*args, _ints(3), _ints(2), 0.1, max_query_len=64),
-        )
-
-
-def wide_variants() -> Iterator[Variant]:
-    """Attention over float32, whose tiles must fit the same shared memory. It may spill: it is there to compare with, not for speed."""
-    for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 2, 256)):
-        q, cache = torch.zeros((2, heads, dim)), torch.zeros((4, kv_heads, 16, dim))
-        args = (q, cache, cache, _ints(2, 64), _ints(2))
-        yield f"float32 decode h{dim}", lambda args=args: decode.paged_decode(*args, _ints(2), 0.1)
-        yield f"float32 prefill h{dim}", lambda args=args: prefill.paged_prefill(*args, _ints(3), _ints(2), 0.1, max_query_len=64)
-    for heads in (16, 128):
-        latent, rope, k_cache, v_cache = (torch.zeros(s) for s in ((2, heads, 512), (2, heads, 64), (4, 1, 16, 64), (4, 1, 16, 512)))
-        many = (latent, rope, k_cache, v_cache, _ints(2, 64), _ints(2))
-        yield f"float32 latent_decode h{heads}", lambda many=many: latent_ops.latent_decode(*many, _ints(2), 0.1)
-        yield (
-            f"float32 latent_prefill h{heads}",
-            lambda many=many: latent_ops.latent_prefill(*many, _ints(3), _ints(2), 0.1, max_query_len=64),
         )
 
 
@@ -349,9 +346,10 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     hopper = hopper_variants() if args.arch == 90 else ()
-    attention = [*attention_variants(), *shared_variants(), *hopper, *byte_cache_variants(), *latent_variants(), *wide_variants()]
-    every = [*attention, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *other_variants(), *expert_variants()]
+    every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
+    for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):
+        every += [*variants(torch.bfloat16), *variants(torch.float32)]
     for name, launch in every:
         if args.only not in name:
             continue
@@ -367,7 +365,7 @@ def main() -> int:
             continue
         for kernel in compiled:
             used = usage(kernel)
-            spilled = used["stack"] > 0 and ("paged" in name or "mixture" in name)
+            spilled = used["stack"] > 0 and ("paged" in name or "mixture" in name) and "float32" not in name
             large = used["shared"] > configs.shared_memory_of(args.arch)
             bad += spilled or large
             figures = (f"{key} {value:<6}" for key, value in used.items())

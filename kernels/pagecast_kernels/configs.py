@@ -184,28 +184,37 @@ def prefill(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Pre
     return Prefill(rows=128, tile=32 if head_dim <= 64 and arch(device) >= 100 else 64, warps=8, stages=3)
 
 
-def shared_prefix(head_dim: int, device: torch.device | str) -> Prefill:
-    """Launch of the prefix's part of shared_prefix.paged_decode_shared. rows: PREFIX_ROWS, or a fraction of them."""
+def shared_prefix(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Prefill:
+    """Launch of the prefix's part of shared_prefix.paged_decode_shared, over values of `itemsize` bytes. rows: PREFIX_ROWS, or a
+    fraction of them."""
     if shared_memory(device) < _MUCH:
+        if itemsize > 2:
+            return Prefill(rows=PREFIX_ROWS // 4, tile=16, warps=8, stages=2)
         return Prefill(rows=PREFIX_ROWS // 2, tile=32, warps=8, stages=2)
     if head_dim > 128:
         return Prefill(rows=PREFIX_ROWS, tile=16, warps=8, stages=2)
-    return Prefill(rows=PREFIX_ROWS, tile=64, warps=8, stages=3)
+    return Prefill(rows=PREFIX_ROWS, tile=64 if itemsize == 2 else 32, warps=8, stages=3)
 
 
-def experts(pairs: int, count: int) -> tuple[Experts, Experts]:
-    """Launches of the two grouped products for that many (token, expert) pairs over `count` experts: few pairs an expert are a
-    matter of reading weights by many programs, many are one of tensor cores."""
+def depth_of(depth: int, itemsize: int) -> int:
+    """Inputs a step for values of `itemsize` bytes, where `depth` of two bytes are right: the same shared memory."""
+    return 2 * depth // itemsize
+
+
+def experts(pairs: int, count: int, itemsize: int = 2) -> tuple[Experts, Experts]:
+    """Launches of the two grouped products for that many (token, expert) pairs over `count` experts, of values of `itemsize` bytes:
+    few pairs an expert are a matter of reading weights by many programs, many are one of tensor cores."""
     each = pairs / count
+    long, short = depth_of(128, itemsize), depth_of(64, itemsize)
     if pairs <= 64:
-        return Experts(16, 32, 128, 4, 4), Experts(16, 32, 128, 4, 4)
+        return Experts(16, 32, long, 4, 4), Experts(16, 32, long, 4, 4)
     if each <= 8:
-        return Experts(16, 64, 128, 4, 3), Experts(16, 128, 128, 4, 3)
+        return Experts(16, 64, long, 4, 3), Experts(16, 128, long, 4, 3)
     if each <= 24:
-        return Experts(32, 64, 128, 4, 3), Experts(32, 128, 128, 4, 3)
+        return Experts(32, 64, long, 4, 3), Experts(32, 128, long, 4, 3)
     if each <= 64:
-        return Experts(64, 64, 64, 4, 4), Experts(64, 128, 64, 4, 4)
-    return Experts(128, 64, 64, 8, 4), Experts(128, 128, 64, 8, 4)
+        return Experts(64, 64, short, 4, 4), Experts(64, 128, short, 4, 4)
+    return Experts(128, 64, short, 8, 4), Experts(128, 128, short, 8, 4)
 
 
 def packed_experts(pairs: int, count: int, row_tiles: int) -> Experts:

@@ -180,7 +180,7 @@ def _product(
     experts, tokens = lists.shape
     columns, depth = weight.shape[1] // 2 if first else weight.shape[1], weight.shape[2]
     pairs = tokens * chosen
-    config = configs.experts(pairs, experts)[0 if first else 1] if config is None else config
+    config = configs.experts(pairs, experts, weight.element_size())[0 if first else 1] if config is None else config
     tiles = min(pairs // config.rows + min(pairs, experts), pairs)
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
     even = depth % config.depth == 0 and columns % config.columns == 0

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagecast_kernels import configs
 from pagecast_kernels.prefill import paged_prefill
 
 _ROWS, _COLUMNS, _DEPTH, _STAGES, _WARPS = 128, 64, 64, 4, 4
@@ -54,8 +55,9 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if rows:
         grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)
         _invariant_linear[grid](
-            x, weight, bias, out, rows, columns, depth, _ROWS, _COLUMNS, _DEPTH, _STAGES, _GROUP, bias is not None, num_warps=_WARPS
-        )
+            x, weight, bias, out, rows, columns, depth, _ROWS, _COLUMNS, configs.depth_of(_DEPTH, x.element_size()), _STAGES, _GROUP,
+            bias is not None, num_warps=_WARPS,
+        )  # fmt: skip
     return out
 
 

@@ -110,7 +110,7 @@ def paged_decode_shared(
     splits = prefix_splits(batch, num_heads, num_kv_heads, q.device)
     work = shared_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
     factor, cap = configs.score_scale(scale, softcap)
-    first = configs.shared_prefix(dim, q.device)
+    first = configs.shared_prefix(dim, q.device, q.element_size())
     pieces = triton.cdiv(max(configs.PREFIX_ROWS, group), first.rows)
     _attend_prefix[(shared.items.shape[0] * num_kv_heads, splits, pieces)](
         q, k_cache, v_cache, block_table, shared.members, shared.items, work.parts, work.stats, block_table.stride(0), factor, cap,
