@@ -16,6 +16,7 @@ SERVICE_CONFIG: dict[str, Any] = json.loads(files("pagecast").joinpath("service_
 """What the server advises: spread calls over replicas that are healthy; try again before the first message of an answer (gRFC A6), and
 only for the one status that says "not here, not now"."""
 
+_WATCH = {"service": "grpc.health.v1.Health", "method": "Watch"}
 _HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
 
@@ -23,6 +24,14 @@ def health_method(grpc_channel: Any) -> Any:
     """The health check of a synchronous or asynchronous channel."""
     return grpc_channel.unary_unary(
         "/grpc.health.v1.Health/Check", request_serializer=StringValue.SerializeToString, response_deserializer=UInt32Value.FromString
+    )
+
+
+def health_watch_method(grpc_channel: Any) -> Any:
+    """The health watch: the one method that is not tried again, see `service_config`."""
+    return grpc_channel.unary_stream(
+        f"/{_WATCH['service']}/{_WATCH['method']}", request_serializer=StringValue.SerializeToString,
+        response_deserializer=UInt32Value.FromString,
     )
 
 
@@ -64,9 +73,10 @@ def are_replicas(endpoints: str | Sequence[str]) -> bool:
 
 def service_config(checks_health: bool) -> dict[str, Any]:
     """The advice as this client takes it: without a replica to turn to, an unhealthy server is asked all the same and says why; and a
-    call fails when no server is there, instead of waiting for one."""
+    call fails when no server is there, instead of waiting for one. A health watch is not tried again."""
     methods = [{key: value for key, value in method.items() if key != "waitForReady"} for method in SERVICE_CONFIG["methodConfig"]]
-    return {key: value for key, value in SERVICE_CONFIG.items() if checks_health or key != "healthCheckConfig"} | {"methodConfig": methods}
+    chosen = {key: value for key, value in SERVICE_CONFIG.items() if checks_health or key != "healthCheckConfig"}
+    return chosen | {"methodConfig": [*methods, {"name": [_WATCH]}]}
 
 
 def channel_options(extra: Sequence[tuple[str, Any]] = (), *, checks_health: bool = False) -> list[tuple[str, Any]]:

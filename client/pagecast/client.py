@@ -12,6 +12,7 @@ import grpc.aio
 from pagecast import access, answers, channel, requests, types
 from pagecast.admin import AsyncAdmin
 from pagecast.errors import RpcError, from_rpc
+from pagecast.reaching import AsyncReach
 from pagecast.resuming import Position
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
@@ -39,8 +40,9 @@ class AsyncStream:
     of pagecast.errors where the call fails for good.
     """
 
-    def __init__(self, stub: Any, position: Position, metadata: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, stub: Any, position: Position, metadata: Sequence[tuple[str, str]], reach: AsyncReach) -> None:
         self._stub = stub
+        self._reach = reach
         self._position = position
         self._metadata = metadata
         self._is_over = False
@@ -64,6 +66,7 @@ class AsyncStream:
             except StopAsyncIteration:
                 self._is_over = True
                 raise
+            self._reach.has_answered = True
             told = self._position.take(message.event)
             event = None if told is None else answers.event(told)
             if event is not None:
@@ -75,9 +78,9 @@ class AsyncStream:
             raise error
         try:
             wait = self._position.wait_after(error)
-        except RpcError:
+        except RpcError as final:
             self._is_over = True
-            raise error from None
+            raise (await self._reach.explained(error) if final is error else final) from None
         await asyncio.sleep(wait)
         self._begin()
 
@@ -133,6 +136,7 @@ class AsyncClient:
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._health = channel.health_method(self._channel)
+        self._reach = AsyncReach(self._channel, target, self._metadata)
         self.admin = AsyncAdmin(self._channel, self._ask_method)
 
     def stream(
@@ -142,7 +146,7 @@ class AsyncClient:
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
         position = Position.of(request, options.get("timeout"), options.get("resume", True))
-        return AsyncStream(self._generation, position, self._metadata)
+        return AsyncStream(self._generation, position, self._metadata, self._reach)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
@@ -227,6 +231,8 @@ class AsyncClient:
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:
-            return await call
+            answer = await call
         except grpc.RpcError as error:
-            raise from_rpc(error) from None
+            raise await self._reach.explained(from_rpc(error)) from None
+        self._reach.has_answered = True
+        return answer

@@ -108,6 +108,11 @@ _BY_CODE: dict[str, type[RpcError]] = {
     "ALREADY_EXISTS": RequestIdInUse, "UNAVAILABLE": Unavailable, "RESOURCE_EXHAUSTED": ResourceExhausted,
     "DEADLINE_EXCEEDED": DeadlineExceeded, "CANCELLED": Cancelled, "UNAUTHENTICATED": Unauthenticated, "PERMISSION_DENIED": Unauthenticated,
 }
+_HINTS = {
+    "WRONG_VERSION_NUMBER": "the server speaks no TLS there",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that this client trusts",
+}
+"""What a TLS library's words mean to those who call."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 
 
@@ -129,6 +134,8 @@ def from_rpc(call: FailedCall) -> RpcError:
     message = call.details() or ""
     if kind is DeadlineExceeded and not packed:
         message = "the call's timeout ran out"  # gRPC's own words, not the server's, name the status and no more
+    elif kind is Unavailable and not packed:
+        message += next((f" ({hint})" for sign, hint in _HINTS.items() if sign in message), "")
     return kind(code, message, **(_details(packed) if packed else {}))
 
 

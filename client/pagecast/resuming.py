@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagecast.errors import NotFound, RpcError, Unavailable
+from pagecast.errors import DeadlineExceeded, NotFound, RpcError, Unavailable
 from pagecast.v1 import generation_pb2 as pb
 
 GIVE_UP_AFTER_S = 30.0
@@ -38,6 +38,7 @@ class Position:
     _num_failures: int = 0
     _broken_since: float | None = None
     _resumes: bool = False
+    _last_failure: str = ""
 
     @classmethod
     def of(cls, request: pb.GenerateStreamRequest, timeout: float | None, is_wanted: bool) -> "Position":
@@ -74,7 +75,7 @@ class Position:
 
     def take(self, event: pb.StreamEvent) -> pb.StreamEvent | None:
         """The event as the caller is to see it; None if it has seen it before."""
-        self._num_failures, self._broken_since = 0, None
+        self._num_failures, self._broken_since, self._last_failure = 0, None, ""
         kind = event.WhichOneof("event")
         if kind == "accepted" and self._last_seq:
             return None
@@ -92,7 +93,12 @@ class Position:
         return event
 
     def wait_after(self, error: RpcError) -> float:
-        """Seconds to wait before the next call. Raises the error where there is to be none."""
+        """Seconds to wait before the next call. Raises the error where there is to be none; one of a timeout with the failure before it,
+        if there was one."""
+        if isinstance(error, DeadlineExceeded) and not error.reason and self._last_failure:
+            raise DeadlineExceeded(error.code, f"{error.message}: {self._last_failure}")
+        if isinstance(error, Unavailable):
+            self._last_failure = error.message
         now = time.monotonic()
         since = self._broken_since = now if self._broken_since is None else self._broken_since
         if isinstance(error, NotFound) and error.reason == "REQUEST_UNKNOWN" and not self._sequences and self._resumes:

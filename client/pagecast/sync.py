@@ -10,6 +10,7 @@ import grpc
 from pagecast import access, answers, channel, requests, types
 from pagecast.admin import Admin
 from pagecast.errors import RpcError, from_rpc
+from pagecast.reaching import Reach
 from pagecast.resuming import Position
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
@@ -37,8 +38,9 @@ class Stream:
     of pagecast.errors where the call fails for good.
     """
 
-    def __init__(self, stub: Any, position: Position, metadata: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, stub: Any, position: Position, metadata: Sequence[tuple[str, str]], reach: Reach) -> None:
         self._stub = stub
+        self._reach = reach
         self._position = position
         self._metadata = metadata
         self._is_over = False
@@ -61,6 +63,7 @@ class Stream:
             except StopIteration:
                 self._is_over = True
                 raise
+            self._reach.has_answered = True
             told = self._position.take(message.event)
             event = None if told is None else answers.event(told)
             if event is not None:
@@ -72,9 +75,9 @@ class Stream:
             raise error
         try:
             wait = self._position.wait_after(error)
-        except RpcError:
+        except RpcError as final:
             self._is_over = True
-            raise error from None
+            raise (self._reach.explained(error) if final is error else final) from None
         time.sleep(wait)
         self._begin()
 
@@ -126,6 +129,7 @@ class Client:
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._health = channel.health_method(self._channel)
+        self._reach = Reach(self._channel, target, self._metadata)
         self.admin = Admin(self._channel, self._ask)
 
     def stream(self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]) -> Stream:
@@ -133,7 +137,7 @@ class Client:
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
         position = Position.of(request, options.get("timeout"), options.get("resume", True))
-        return Stream(self._generation, position, self._metadata)
+        return Stream(self._generation, position, self._metadata, self._reach)
 
     def cancel(self, request_id: str) -> bool:
         """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
@@ -222,6 +226,8 @@ class Client:
 
     def _ask(self, method: Callable[..., T], request: Any, timeout: float | None = None) -> T:
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            answer = method(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise from_rpc(error) from None
+            raise self._reach.explained(from_rpc(error)) from None
+        self._reach.has_answered = True
+        return answer

@@ -125,12 +125,16 @@ class FakeServer:
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(others, self._server)
         model_pb2_grpc.add_ModelServiceServicer_to_server(others, self._server)
         runtime_pb2_grpc.add_RuntimeServiceServicer_to_server(others, self._server)
-        checks = health.HealthServicer()
+        self._health = checks = health.HealthServicer()
         checks.set("", health_pb2.HealthCheckResponse.SERVING)
         checks.set("readiness", health_pb2.HealthCheckResponse.NOT_SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(checks, self._server)
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
+
+    def health_is(self, status: str) -> None:
+        """Of the whole server, by its name in grpc.health.v1."""
+        self._health.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(status))
 
     def close(self) -> None:
         self.script.closing.set()

@@ -36,6 +36,9 @@ COMMANDS = {
 _ROLES = ("frontend", "gateway", "scheduler", "worker")
 
 
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what it logs of a failed handshake is said by the error as well
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Exit codes: 0 done, 1 failed, 2 cannot work as it was asked, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
