@@ -77,6 +77,34 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
     assert "Traceback" not in reply.text and "pagecast_scheduler" not in reply.text
 
 
+@pytest.mark.parametrize(("path", "content", "param", "said"), [
+    ("chat/completions", {"messages": [{"content": "x"}], "n": -1, "temperature": "hot", "colour": "red", "stop": 3}, "n", [
+        "n: Input should be greater than or equal to 0", "temperature: Input should be a valid number", "messages[0].role: Field required",
+        "colour: unknown field", "stop: Input should be a valid string or a valid list",
+    ]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "audio"}]}], "logit_bias": {"x": 1.0, "9" * 5000: 1.0},
+        "top_logprobs": 2, "response_format": {"type": "json_schema"},
+    }, "logit_bias", [
+        "messages[0].content[0]: image_url is not supported", "messages[0].content[1]: audio is not supported",
+        "the keys of logit_bias must be token ids", "top_logprobs needs logprobs to be true", "response_format.json_schema must be given",
+    ]),
+    ("completions", {"prompt": [], "best_of": 3}, "best_of", ["best_of must equal n", "prompt must hold 1 to 128 prompts, not 0"]),
+    ("completions", {"prompt": "x", "temperature": 1000, "top_p": 2, "max_tokens": 0, "n": 0}, "temperature", [
+        "temperature must be 0 to 100, not 1000", "top_p must be greater than 0 and at most 1, not 2", "max_tokens must be 1 to",
+        "n must be 1 to",
+    ]),
+    ("completions", {"prompt": "x", **{f"x{i}": i for i in range(99)}}, "x0", ["x0: unknown field", "x31: unknown field", "; 67 more"]),
+])  # fmt: skip
+def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: dict[str, Any], param: str, said: list[str]) -> None:
+    reply = httpx.post(f"{served.http}/v1/{path}", json={"model": "oracle", **content}, timeout=LIMIT_S)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    for words in said:
+        assert words in error["message"], error["message"]
+    assert error["param"] == param and len(error["message"]) < 2000
+
+
 @pytest.mark.parametrize("seconds", [1.8e299, 1e12, 1e-12])
 def test_a_budget_out_of_range_is_refused_by_name_or_kept(served: Served, seconds: float) -> None:
     body = {"model": "oracle", "prompt": "x", "max_tokens": 2, "time_budget_s": seconds}
@@ -134,4 +162,4 @@ def test_a_gateway_that_cannot_work_says_why() -> None:
     away = pagecast("gateway", "--host", "0.0.0.0")
     assert away.returncode == 2 and "plain HTTP" in away.stderr and "--insecure" in away.stderr
     wrong = pagecast("gateway", "--http-port", "70000")
-    assert wrong.returncode == 2 and "http_port must be 0 to 65535" in wrong.stderr
+    assert wrong.returncode == 2 and "--http-port must be 0 to 65535" in wrong.stderr

@@ -21,7 +21,7 @@ from pagecast.errors import RpcError
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.gateway import answers, chunks, schema, translate
 from pagecast_scheduler.gateway.backend import Backend, Metadata
-from pagecast_scheduler.gateway.errors import BadBody, body, of_rpc
+from pagecast_scheduler.gateway.errors import BadBody, Faults, bad_body, body, of_rpc
 from pagecast_scheduler.gateway.merge import merged
 
 log = structlog.get_logger("pagecast.gateway")
@@ -191,13 +191,16 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request, asked: schema.TokenizeRequest) -> dict[str, Any]:
         metadata = caller(request)
+        found = Faults()
         if (asked.prompt is None) == (asked.messages is None):
-            raise BadBody("give either prompt or messages", "prompt")
+            found.add("give either prompt or messages", "prompt")
+        found.refuse()
         if asked.prompt is not None:
             ids = await backend.tokenize(asked.prompt, asked.add_special_tokens, asked.model, metadata)
         else:
             chat = pb.ChatPrompt()
-            translate.fill_chat(chat, asked.messages or [])
+            translate.fill_chat(chat, asked.messages or [], found)
+            found.refuse()
             ids = await backend.render_chat(chat, asked.model, metadata)
         limit = [one.limits.max_model_len for one in await backend.models(metadata)]
         return {"tokens": ids, "count": len(ids), "max_model_len": limit[0] if limit else 0}
@@ -250,13 +253,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(body(str(error), "invalid_request_error", error.param), 400)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":  # its place is a number of characters, not a field
-            return JSONResponse(body(f"the body is not JSON: {first['ctx']['error']}", "invalid_request_error"), 400)
-        path = _path(first["loc"])
-        text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
-        return JSONResponse(body(f"{path}: {text}" if path else text, "invalid_request_error", path or None), 400)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await bad(request, bad_body(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> Response:
@@ -271,14 +269,3 @@ def _add_error_handlers(app: FastAPI) -> None:
         error_id = secrets.token_hex(8)
         log.error("unexpected error in an HTTP call", path=request.url.path, error_id=error_id, exc_info=error)
         return JSONResponse(body(f"internal error {error_id}", "server_error"), 500)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """("body", "messages", 0, "role") as messages[0].role; names of alternatives that a value could have been are left out."""
-    path = ""
-    for step in location[1:]:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step.isidentifier() and not step[:1].isupper() and step not in ("str", "function-plain"):
-            path += f".{step}" if path else step
-    return path

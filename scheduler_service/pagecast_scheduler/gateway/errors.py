@@ -1,6 +1,6 @@
 """From our statuses to OpenAI's error shape. One table; a body never holds more than the gRPC status said."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagecast.errors import RpcError
@@ -27,26 +27,49 @@ _PARAM_OF_REASON = {"MODEL_UNKNOWN": "model", "MODEL_NOT_ALLOWED": "model"}
 """Reasons that are about one field, where the status names none."""
 
 _PARAMS = {
+    "spec.sampling.num_sequences": "n",
     "spec.sampling.": "",
+    "spec.output.logprobs.top_n": "logprobs",
     "spec.output.": "",
     "spec.stopping.max_output_tokens": "max_tokens",
     "spec.stopping.min_output_tokens": "min_tokens",
     "spec.stopping.stop_texts": "stop",
+    "spec.stopping.time_budget": "time_budget_s",
     "spec.stopping.": "",
     "spec.prompt_text": "prompt",
     "spec.prompt_token_ids.ids": "prompt",
     "spec.chat.": "",
+    "spec.constraint.json_schema": "response_format.json_schema.schema",
     "spec.": "",
 }
 """Beginning of a field path of the API to what stands for it in an HTTP body; the first that fits is taken."""
 
 
-class BadBody(Exception):
-    """A body that cannot become a request. param: the field at fault."""
+MOST_FAULTS = 32
+"""Faults that one error names; of more it says how many there are."""
+_MOST_PATH = 200
+"""Characters of a field's path that are told: names of unknown fields are the caller's own."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+
+class Faults(list[tuple[str, str | None]]):
+    """What is wrong with a body so far: each a sentence and the field at fault."""
+
+    def add(self, message: str, param: str | None = None) -> None:
+        self.append((message, param))
+
+    def refuse(self) -> None:
+        """Raises BadBody if anything was found."""
+        if self:
+            raise BadBody(self)
+
+
+class BadBody(Exception):
+    """A body that cannot become a request. str() has every fault; param: the first field at fault."""
+
+    def __init__(self, faults: Faults) -> None:
+        more = [f"{len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+        super().__init__("; ".join([*(message for message, _ in faults[:MOST_FAULTS]), *more]))
+        self.param = faults[0][1]
 
 
 def param_of(path: str) -> str:
@@ -54,6 +77,34 @@ def param_of(path: str) -> str:
     for start, name in _PARAMS.items():
         if path.startswith(start):
             return name + path.removeprefix(start)
+    return path
+
+
+def bad_body(errors: Sequence[Mapping[str, Any]]) -> BadBody:
+    """Of what pydantic found. A value that could have been one of several kinds is a fault once, and what it could have held none."""
+    found: dict[str, list[str]] = {}
+    for error in errors:
+        if error["type"] == "json_invalid":  # its place is a number of characters, not a field
+            found.setdefault("", []).append(f"the body is not JSON: {error['ctx']['error']}")
+        else:
+            found.setdefault(_path(error["loc"]), []).append("unknown field" if error["type"] == "extra_forbidden" else error["msg"])
+    faults = Faults()
+    for path, texts in found.items():
+        if not any(path != other and path.startswith((f"{other}.", f"{other}[")) for other in found if other):
+            others = [text.removeprefix("Input should be ") for text in dict.fromkeys(texts) if text != texts[0]]
+            text = " or ".join([texts[0], *others])
+            faults.add(f"{path[:_MOST_PATH]}: {text}" if path else text, path[:_MOST_PATH] or None)
+    return BadBody(faults)
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """("body", "messages", 0, "role") as messages[0].role; names of alternatives that a value could have been are left out."""
+    path = ""
+    for step in location[1:]:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step.isidentifier() and not step[:1].isupper() and step not in ("str", "function-plain"):
+            path += f".{step}" if path else step
     return path
 
 

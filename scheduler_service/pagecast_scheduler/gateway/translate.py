@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.gateway import schema
-from pagecast_scheduler.gateway.errors import BadBody
+from pagecast_scheduler.gateway.errors import Faults
 
 MAX_PROMPTS = 128
 """Prompts of one completion request; each becomes a request of its own."""
@@ -17,14 +17,16 @@ _MEDIA = ("image_url", "input_audio", "audio", "video_url", "file", "image", "re
 
 
 def completion_specs(body: schema.CompletionRequest) -> list[pb.GenerationSpec]:
-    """One spec for each prompt. Raises BadBody."""
-    if body.suffix is not None:
-        raise BadBody("suffix is not supported", "suffix")
+    """One spec for each prompt. Raises BadBody with everything that is wrong."""
+    found = Faults()
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise BadBody("best_of must equal n: every output that is generated is returned", "best_of")
+        found.add("best_of must equal n: every output that is generated is returned", "best_of")
+    prompts, base = _prompts(body.prompt, found), _spec(body, found)
+    found.refuse()
     specs = []
-    for prompt in _prompts(body.prompt):
-        spec = _spec(body)
+    for prompt in prompts:
+        spec = pb.GenerationSpec()
+        spec.CopyFrom(base)
         if isinstance(prompt, str):
             spec.prompt_text = prompt
         else:
@@ -40,9 +42,10 @@ def completion_specs(body: schema.CompletionRequest) -> list[pb.GenerationSpec]:
 
 
 def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
-    """Raises BadBody."""
-    spec = _spec(body)
-    fill_chat(spec.chat, body.messages)
+    """Raises BadBody with everything that is wrong."""
+    found = Faults()
+    spec = _spec(body, found)
+    fill_chat(spec.chat, body.messages, found)
     if body.add_generation_prompt is not None:
         spec.chat.add_generation_prompt = body.add_generation_prompt
     if body.chat_template_kwargs:
@@ -50,29 +53,30 @@ def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
     if body.reasoning_effort is not None:  # for the templates that read it
         spec.chat.template_kwargs.update({"reasoning_effort": body.reasoning_effort})
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise BadBody("max_tokens and max_completion_tokens name the same limit; give one", "max_completion_tokens")
+        found.add("max_tokens and max_completion_tokens name the same limit; give one", "max_completion_tokens")
     _limit(spec, body.max_completion_tokens if body.max_tokens is None else body.max_tokens)
     if body.logprobs:
         spec.output.logprobs.top_n = body.top_logprobs or 0
         spec.output.logprobs.SetInParent()
     elif body.top_logprobs:
-        raise BadBody("top_logprobs needs logprobs to be true", "top_logprobs")
+        found.add("top_logprobs needs logprobs to be true", "top_logprobs")
     _tools(spec.chat, body)
-    _response_format(spec, body.response_format)
+    _response_format(spec, body.response_format, found)
+    found.refuse()
     return spec
 
 
-def fill_chat(chat: pb.ChatPrompt, messages: Sequence[schema.Message]) -> None:
-    """A conversation as the API's message. Raises BadBody for content that is not text."""
+def fill_chat(chat: pb.ChatPrompt, messages: Sequence[schema.Message], found: Faults) -> None:
+    """A conversation as the API's message. Content that is not text is a fault."""
     for number, message in enumerate(messages):
-        made = chat.messages.add(role="system" if message.role == "developer" else message.role, content=_text(message, number))
+        made = chat.messages.add(role="system" if message.role == "developer" else message.role, content=_text(message, number, found))
         made.name, made.tool_call_id = message.name or "", message.tool_call_id or ""
         made.reasoning_text = message.reasoning_content or message.reasoning or ""
         for call in message.tool_calls or ():
             made.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
 
 
-def _text(message: schema.Message, number: int) -> str:
+def _text(message: schema.Message, number: int, found: Faults) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     texts = []
@@ -82,11 +86,11 @@ def _text(message: schema.Message, number: int) -> str:
             continue
         kind = part.get("type")
         where = f"messages[{number}].content[{i}]"
-        raise BadBody(f"{where}: {kind if kind in _MEDIA else 'this kind of content'} is not supported; only text is", where)
+        found.add(f"{where}: {kind if kind in _MEDIA else 'this kind of content'} is not supported; only text is", where)
     return "".join(texts)
 
 
-def _spec(body: schema._Generation) -> pb.GenerationSpec:
+def _spec(body: schema._Generation, found: Faults) -> pb.GenerationSpec:
     """What both endpoints have in common."""
     spec = pb.GenerationSpec(model=body.model)
     sampling, stopping = spec.sampling, spec.stopping
@@ -97,7 +101,7 @@ def _spec(body: schema._Generation) -> pb.GenerationSpec:
         sampling.top_k = max(0, body.top_k)
     if body.seed is not None:
         sampling.seed = body.seed % (1 << 64)  # negative seeds are seeds too
-    sampling.logit_bias.extend(_biases(body.logit_bias or {}))
+    sampling.logit_bias.extend(_biases(body.logit_bias or {}, found))
     if body.allowed_token_ids is not None:
         sampling.allowed_token_ids.ids.extend(body.allowed_token_ids)
         sampling.allowed_token_ids.SetInParent()
@@ -127,19 +131,20 @@ def _copy(body: schema._Generation, sampling: pb.SamplingOptions, names: Sequenc
             setattr(sampling, name, value)
 
 
-def _prompts(prompt: Any) -> list[Any]:
-    """The prompts of a completion request, one entry each. Raises BadBody."""
+def _prompts(prompt: Any, found: Faults) -> list[Any]:
+    """The prompts of a completion request, one entry each."""
     one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = [prompt] if one else list(prompt)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise BadBody(f"prompt must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
+        found.add(f"prompt must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
     return prompts
 
 
-def _biases(given: dict[str, float]) -> Iterator[pb.TokenBias]:
+def _biases(given: dict[str, float], found: Faults) -> Iterator[pb.TokenBias]:
+    if not all(token.isascii() and token.isdigit() and len(token) <= 10 and int(token) < 1 << 32 for token in given):
+        found.add("the keys of logit_bias must be token ids", "logit_bias")
+        return
     for token, bias in given.items():
-        if not token.isascii() or not token.isdigit() or int(token) >= 1 << 32:
-            raise BadBody("the keys of logit_bias must be token ids", "logit_bias")
         yield pb.TokenBias(token_id=int(token), bias=bias)
 
 
@@ -168,12 +173,12 @@ def _tools(chat: pb.ChatPrompt, body: schema.ChatCompletionRequest) -> None:
         chat.tool_choice.mode = pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{choice.upper()}")
 
 
-def _response_format(spec: pb.GenerationSpec, wanted: schema.ResponseFormat | None) -> None:
+def _response_format(spec: pb.GenerationSpec, wanted: schema.ResponseFormat | None, found: Faults) -> None:
     if wanted is None or wanted.type == "text":
         return
     if wanted.type == "json_object":
         spec.constraint.json_object.SetInParent()
     elif wanted.json_schema is None:
-        raise BadBody("response_format.json_schema must be given with type json_schema", "response_format.json_schema")
+        found.add("response_format.json_schema must be given with type json_schema", "response_format.json_schema")
     else:
         spec.constraint.json_schema = json.dumps(wanted.json_schema.schema_)
