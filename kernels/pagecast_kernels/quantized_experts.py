@@ -146,9 +146,11 @@ def packed_product(
     """One of a mixture's two products. x bfloat16 or float16, contiguous: [T, K] where it is the first, whose SiLU·mul (gelu: GELU·mul)
     is returned, else [T · chosen, K]. scales float32[T, chosen], counts and lists as experts.route gives them. Returns [T · chosen, ..].
     """
+    if weight.kind == "fp8":
+        configs.check_e4m3(x.device)
     experts, tokens = lists.shape
     pairs, row_tiles, column_tiles = tokens * chosen, *weight.words.shape[1:3]
-    config = configs.packed_experts(pairs, experts, row_tiles) if config is None else config
+    config = configs.packed_experts(pairs, experts, row_tiles, x.device) if config is None else config
     tiles = config.columns // TILE_ROWS
     if row_tiles % tiles:
         raise ValueError(f"columns must be {TILE_ROWS} times a divisor of {row_tiles}, got {config.columns}")
