@@ -7,8 +7,10 @@ import pytest
 import torch
 from frontend.piece_files import sentencepiece_like, write_pieces
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 from worker.family_model import write_family
 from worker.gguf_model import write
+from worker.quantized_files import FORMATS, write_quantized
 from worker.tiny_model import write_tokenizer
 
 from pagecast import LLM, Client, SamplingParams
@@ -17,6 +19,10 @@ from pagecast_scheduler.frontend.tokenizer import load_tokenizer
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 TEXTS = ["a", "The capital of France is", "好" * 20]
 TIE = 1e-4
+MIXTURES = {
+    "Qwen3MoeForCausalLM": {"mlp_only_layers": [], "num_experts": 6, "moe_intermediate_size": 128},
+    "MixtralForCausalLM": {"num_local_experts": 4, "intermediate_size": 256},
+}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,6 +46,25 @@ def test_greedy_tokens_through_the_whole_chain(tmp_path: Path, name: str, ranks:
             tokens = output.outputs[0].token_ids
             assert len(tokens) == GREEDY.max_tokens and behind(model, tuple(prompt), tuple(tokens)) < TIE
         assert client.models()[0].architecture == name
+
+
+@pytest.mark.parametrize(("form", "name", "ranks"), [("awq", "Qwen3MoeForCausalLM", (1, 2)), ("fp8 blocks", "MixtralForCausalLM", (2,))])
+def test_quantized_experts_split_over_ranks(tmp_path: Path, form: str, name: str, ranks: tuple[int, ...]) -> None:
+    """Held to transformers with the weights that the file means, and to each other."""
+    folder, source = write_quantized(tmp_path, *FORMATS[form], name, vocab_size=320, num_hidden_layers=2, **MIXTURES[name])
+    write_tokenizer(folder)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    found = []
+    for size in ranks:
+        options = {"dtype": "float32", "num_blocks": 24, "max_num_seqs": 4, "tensor_parallel_size": size, "check_invariants": True}
+        with LLM(str(folder), **options) as llm, Client(llm.target) as client:
+            prompts = [client.tokenize(text) for text in TEXTS]
+            found.append([output.outputs[0].token_ids for output in llm.generate(TEXTS, GREEDY)])
+            assert client.models()[0].quantization
+    for outputs in found:
+        for prompt, tokens in zip(prompts, outputs, strict=True):
+            assert len(tokens) == GREEDY.max_tokens and behind(model, tuple(prompt), tuple(tokens)) < TIE
+    assert all(outputs == found[0] for outputs in found)
 
 
 def test_a_gguf_file_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
