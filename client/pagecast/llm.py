@@ -20,7 +20,7 @@ from pagecast.v1 import generation_pb2, generation_pb2_grpc
 _CALLS_PER_CONNECTION = 900
 """A front end takes 1,000 calls on one connection; more would wait in the client without a word."""
 
-_PRIVATE = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1 << 40, "log_level": "warning"}
+_PRIVATE = {"max_queued_requests": 1_000_000, "max_queued_tokens": (1 << 31) - 1, "log_level": "warning"}
 """A program's own queue is bounded by the program, and nobody reads a line for each of its calls."""
 
 

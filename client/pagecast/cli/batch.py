@@ -153,7 +153,7 @@ def cluster_of(args: argparse.Namespace) -> Iterator[str]:
             bar.update(event.rank, event.phase, event.done, event.total)
 
     given = {name: getattr(args, name) for name in _PASSED_ON}
-    private = {"max_queued_requests": 1_000_000, "max_queued_tokens": 1 << 40}
+    private = {"max_queued_requests": 1_000_000, "max_queued_tokens": (1 << 31) - 1}
     try:
         running = cluster.PrivateCluster(cluster.settings(args.model, **given, **private), cluster.Watch(on_event))
     finally:
