@@ -141,6 +141,16 @@ def test_what_cannot_finish_at_the_current_rate_is_refused():
     assert isinstance(cluster.submit(3, ONES, 40, deadline_ms=1000), Accepted)
 
 
+def test_a_time_budget_that_ends_before_the_deadline_ends_well():
+    cluster = warmed_up(10_000)
+    assert refusal(cluster, 1, ONES, 40, deadline_ms=100, time_budget_ms=100)[0] is RejectReason.DEADLINE_UNREACHABLE
+    assert isinstance(cluster.submit(2, ONES, 40, deadline_ms=100, time_budget_ms=50), Accepted)
+    cluster.step()
+    cluster.now += 50_000
+    cluster.run()
+    assert cluster.streams[2, 0].reason is FinishReason.TIME_LIMIT and 1 <= len(cluster.streams[2, 0].tokens) < 40
+
+
 def test_a_deadline_that_became_unreachable_in_the_queue_ends_there():
     cluster = warmed_up(10_000, max_num_seqs=1)
     cluster.submit(1, ONES, 40)

@@ -146,7 +146,7 @@ def expect(answer: Answer, wanted: Data) -> None:
     first = answer.outputs[0]
     facts: Data = {
         "outputs": len(answer.outputs), "tokens": len(first.ids), "reason": reason_name(first.reason), "text": first.text,
-        "stop": first.stop, "calls": first.calls, "last": first.ids[-1], "prompt_records": len(answer.prompt_logprobs),
+        "ids": first.ids, "stop": first.stop, "calls": first.calls, "last": first.ids[-1], "prompt_records": len(answer.prompt_logprobs),
     }  # fmt: skip
     for name, value in wanted.items():
         if name == "effective":
@@ -154,7 +154,8 @@ def expect(answer: Answer, wanted: Data) -> None:
                 got = getattr(answer.effective, field)
                 hold(math.isclose(got, number, rel_tol=1e-6), f"effective.{field} is {got}, not {number}")
         elif name == "only":
-            hold(set(first.ids) <= set(value), f"tokens outside {value}: {sorted(set(first.ids) - set(value))[:5]}")
+            others = {token for output in answer.outputs for token in output.ids} - set(value)
+            hold(not others, f"tokens outside {value}: {sorted(others)[:5]}")
         elif name == "least_tokens":
             hold(len(first.ids) >= value, f"{len(first.ids)} tokens, not {value} at least")
         else:

@@ -184,3 +184,15 @@ async def deadlines(endpoint: Endpoint, data: Data) -> str:
                 hold(False, f"deadline of {seconds} s did not pass")
     await until_idle(endpoint)
     return ""
+
+
+async def time_budgets(endpoint: Endpoint, data: Data) -> str:
+    """A time budget that runs out ends the call well, with what there is of every sequence, and leaves nothing behind."""
+    counts = []
+    for answer in (await endpoint.whole(spec_of(data)), await endpoint.streamed(spec_of(data))):
+        for output in answer.outputs:
+            hold(output.reason == pb.FINISH_REASON_TIME_LIMIT, f"reason {reason_name(output.reason)}")
+            hold(output.usage.output_tokens == len(output.ids), f"usage says {output.usage.output_tokens} tokens, not {len(output.ids)}")
+            counts.append(len(output.ids))
+    await until_idle(endpoint)
+    return f"{min(counts)} to {max(counts)} tokens"

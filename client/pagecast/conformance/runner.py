@@ -25,6 +25,7 @@ CHECKS: dict[str, checks.Check] = {
     "resume": resume_checks.resume,
     "cancel_by_id": resume_checks.cancel_by_id,
     "deadlines": contract_checks.deadlines,
+    "time_budgets": contract_checks.time_budgets,
     "schemas": structured_checks.schemas,
     "fits": structured_checks.fits,
     "forced_call": structured_checks.forced_call,

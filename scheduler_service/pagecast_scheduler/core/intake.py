@@ -75,7 +75,7 @@ def _not_now(s: State, submit: Submit) -> Rejected | None:
     estimates, config, num_prompt = s.estimates, s.config, len(submit.prompt) // 4
     if s.num_queued_requests >= config.max_queued_requests or s.num_queued_tokens + num_prompt > config.max_queued_tokens:
         return Rejected(submit.key, RejectReason.OVERLOADED, retry_after_ms=estimates.retry_after_ms(s.num_queued_tokens))
-    if submit.deadline_ms >= 0:
+    if submit.deadline_ms >= 0 and not 0 <= submit.time_budget_ms < submit.deadline_ms:  # a budget that ends sooner ends it well
         least = _least_time(estimates, submit, num_prompt, config.max_num_batched_tokens)
         if submit.deadline_ms == 0 or policy.cannot_finish(least, submit.deadline_ms * 1000, config.estimate_percent):
             return Rejected(submit.key, RejectReason.DEADLINE_UNREACHABLE, "deadline_ms", submit.deadline_ms, least // 1000)

@@ -106,7 +106,7 @@ def _next_alone(s: State) -> Sequence | None:
 
 def _hopeless(s: State, seq: Sequence, now: int) -> bool:
     request = seq.request
-    if request.started or request.deadline >= NEVER:
+    if request.started or request.deadline >= NEVER or request.budget_end < request.deadline:
         return False  # what has begun goes on to its deadline: its output so far is of use
     left = least_output(request.submit) - seq.num_output_tokens
     least = s.estimates.finish_us(seq.num_tokens, left, s.config.max_num_batched_tokens)
