@@ -40,6 +40,7 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     if chosen["executor"] == "oracle":
         chosen["model"], name = "oracle", "oracle"
     elif chosen["random_weights"] is not None:
+        models.check_shape(chosen["random_weights"])
         chosen["model"] = name = Path(chosen["random_weights"]).name
     else:
         models.fetch(model)

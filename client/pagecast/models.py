@@ -46,6 +46,12 @@ def tokenizer(name: str) -> Path:
     return folder.resolve() if (folder / "tokenizer.json").is_file() else resolve(name)
 
 
+def check_shape(folder: str) -> None:
+    """Raises ModelNotFound where there is no configuration to make weights for."""
+    if not Path(folder, "config.json").is_file():
+        raise ModelNotFound(f"random weights are made for the config.json of a folder, and {folder!r} has none")
+
+
 def fetch(name: str) -> None:
     """Fetch a model named ORG/MODEL from its hub unless it is on this machine; any other name is left alone. Raises HubError."""
     if name not in _PACKAGED and hub.is_hub_name(name) and hub.find(name) is None:

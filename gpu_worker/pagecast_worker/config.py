@@ -24,7 +24,7 @@ class WorkerConfig:
     run_dir: folder (mode 0700) that holds the cluster's sockets. head: "host:port" of a scheduler elsewhere; wire_keys: folder
     with rank.key, without which no other host is dialled unless insecure_wire says so. model: absolute path of a model folder or
     .gguf file; the oracle takes it as a name only. num_blocks: KV pool size in blocks, null block included; None measures
-    memory. cpu_kv_gib: KV pool size on the CPU backend in GiB. random_weights: a shape name or a folder with a config.json; weights
+    memory. cpu_kv_gib: KV pool size on the CPU backend in GiB. random_weights: a folder with a config.json; weights
     are then made up. quantization: "fp8" or "int4", to which weights are rounded while they are loaded. kv_cache_dtype: "auto" or
     "fp8". oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
     """

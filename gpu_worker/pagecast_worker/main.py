@@ -79,7 +79,7 @@ def _serve(config: WorkerConfig, link: Link) -> int:
             facts, num_blocks = executor.load(ProgressReport(link, config.run_dir, config.rank))
             loop = Loop(link, executor, config.rank)
             interruption.hand_over(loop)
-        except (_Interrupted, Stopped):
+        except Stopped:
             return EXIT_OK
         except (LoadError, OutOfMemory) as error:
             _report(link, config.rank, (0, 0), "load", error)
@@ -119,12 +119,9 @@ def _refuse(line: str) -> int:
     return EXIT_CONFIG
 
 
-class _Interrupted(BaseException):
-    """A signal to stop came while the model was loading."""
-
-
 class _Interruption:
-    """SIGTERM and SIGINT: end loading at once; later, let the loop end after the step at hand."""
+    """SIGTERM and SIGINT: end the process at once while it loads, when nobody has anything of it, and libraries take no exception in their
+    midst; later, let the loop end after the step at hand."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -144,5 +141,5 @@ class _Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._loop is None:
-            raise _Interrupted
+            os._exit(EXIT_OK)
         self._loop.stop()

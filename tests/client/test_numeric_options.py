@@ -6,14 +6,14 @@ from importlib import import_module
 
 import pytest
 
-from pagecast import cluster
+from pagecast import cluster, llm
 from pagecast.cli import bench, options, quantities, roles
 from pagecast.cli.main import COMMANDS
 from pagecast.cli.parser import Parser
 from pagecast.errors import StartError
 
 NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e300", "9" * 30, "0.5")
-READS_NO_NUMBER = {"_text", "_pair", "str"}
+READS_NO_NUMBER = {"_text", "_pair", "str", "Names"}
 LISTS = {"_bias": "7={}", "_ids": "{},7", "numbers": "{},7"}
 
 
@@ -36,7 +36,7 @@ def numbers(parser: Parser) -> Iterator[tuple[argparse.Action, str]]:
     for action in parser._actions:
         if isinstance(action.type, quantities.Whole | quantities.Number):
             yield action, "{}"
-        elif (kind := getattr(action.type, "__name__", "str")) in LISTS:
+        elif (kind := getattr(action.type, "__name__", type(action.type).__name__ if action.type else "str")) in LISTS:
             yield action, LISTS[kind]
         else:
             assert kind in READS_NO_NUMBER, f"{parser.prog} {action.option_strings}: numbers are of pagecast.cli.quantities, not {kind}"
@@ -113,3 +113,7 @@ def test_a_configurations_words_name_flags() -> None:
     assert options.flagged("port must be 0 to 65535") == "--port must be 0 to 65535"
     said = "cannot listen on host /srv/run_dir: the port is in use"
     assert options.flagged(said) == said
+
+
+def test_what_a_programs_own_cluster_is_given_is_in_range() -> None:
+    cluster.check(cluster.settings(executor="oracle", **llm._PRIVATE))

@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from pagecast.cli.quantities import COUNT
+from pagecast.cli.quantities import COUNT, Names
 
 _ATTENTION = {
     "decode": ["1x1024", "1x4096", "1x32768", "8x1024", "8x4096", "16x32768", "64x1024", "64x4096", "256x1024", "256x4096"],
@@ -16,14 +16,16 @@ _SAMPLING: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
+PARTS = ("decode", "prefill", "mixed", "shared", "sample", "products", "quantized", "experts", "latent")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
-    every = "decode,prefill,mixed,shared,sample,products,quantized,experts,latent"
-    parser.add_argument("--parts", default=every, help="what to measure, separated by commas")
+    parser.add_argument("--parts", type=Names(PARTS), default=",".join(PARTS), help="what to measure, separated by commas (default: all)")
     parser.add_argument(
         "--tune", nargs="+", metavar="SHAPE",
-        help="instead, find the best cuBLASLt algorithm for every product of these models (names of --random-weights) and write the table "
-        "that serving reads",
+        help="instead, find the best cuBLASLt algorithm for every product of these models (shapes of `bench throughput`) and write "
+        "the table that serving reads",
     )  # fmt: skip
     parser.add_argument("--tune-rows", type=numbers, metavar="N,N", help="rows to tune for (default: those of serving's graphs, and more)")
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         return tune(args)
     from pagecast_kernels import bench_products
 
-    parts = set(args.parts.split(","))
+    parts = args.parts
     metrics = attention_metrics(bench_cases, parts)
     for name, limits in _SAMPLING.items() if "sample" in parts else ():
         launches = bench_cases.sampling_launches(256, 128256, limits, filtered=bool(set(limits) - {"temperature"}))

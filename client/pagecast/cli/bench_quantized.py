@@ -11,7 +11,7 @@ import tempfile
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import EngineOptions, Pagecast
 from pagecast.bench.progress import Progress
-from pagecast.cli.quantities import ANY_COUNT, COUNT
+from pagecast.cli.quantities import ANY_COUNT, COUNT, Names
 
 VARIANTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "bf16": ({}, ("single", "seed64", "decode")),
@@ -32,7 +32,8 @@ PARTS = ("8b", "memory", "70b", "moe")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", default="8b,memory", help=f"of {', '.join(PARTS)}, separated by commas (default: %(default)s)")
+    parser.add_argument("--parts", type=Names(PARTS), default="8b,memory",
+                        help=f"of {', '.join(PARTS)}, separated by commas (default: %(default)s)")
     parser.add_argument("--repetitions", type=COUNT, default=3, help="timed repetitions; the median counts (default: %(default)s)")
     parser.add_argument("--warmup", type=ANY_COUNT, default=1, help="untimed repetitions before (default: %(default)s)")
     parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if not bench_cases.has_gpu():
         print("pagecast bench quantized: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
-    parts = set(args.parts.split(","))
+    parts = args.parts
     metrics: dict[str, float] = {}
     if "8b" in parts:
         seconds = {name: _seconds("llama8b", VARIANTS[name], args) for name in VARIANTS}

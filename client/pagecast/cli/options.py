@@ -120,7 +120,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("enforce_eager", bool, False, "run without CUDA graphs", _WORK),
     Option("batch_invariant", bool, False, "on a GPU, slower: a request's tokens are the same in any company", _WORK),
     Option("tokenizer", str, None, "take tokenizer and chat template of this model, or of a folder with tokenizer.json", (SERVE,)),
-    Option("random_weights", str, None, "no model: made-up weights of this shape (a name, or a folder with a config.json)", _WORK),
+    Option("random_weights", str, None, "no model: made-up weights for the config.json of this folder", _WORK),
     Option("oracle_vocab_size", int, 49152, "vocabulary of the oracle", _WORK),
     Option("oracle_step_us", int, 0, "microseconds that the oracle takes for a step", _WORK),
     # watching and debugging

@@ -1,4 +1,5 @@
-"""Numbers that options take. Every option that is a number has one of these as its argparse type, so that nonsense is refused by name."""
+"""Numbers, and lists of names, that options take. Every option that is a number has one of these as its argparse type, so that nonsense
+is refused by name."""
 
 import argparse
 import math
@@ -54,6 +55,19 @@ class Number:
         if value > self.most:
             raise argparse.ArgumentTypeError(f"must be at most {self.most:g}{unit}, not {text[:40]}")
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Some of these names, with commas between."""
+
+    known: tuple[str, ...]
+
+    def __call__(self, text: str) -> set[str]:
+        found = set(text.split(","))
+        if unknown := sorted(found - set(self.known)):
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(self.known)}, with commas between, not {unknown[0]!r}")
+        return found
 
 
 COUNT = Whole(1)

@@ -108,6 +108,11 @@ class EngineClient:
         return self.welcome is not None and time.monotonic() - self._last_heard < SILENT_AFTER_S
 
     @property
+    def has_dialled(self) -> bool:
+        """Whether a scheduler takes what is sent."""
+        return not self._hello_due
+
+    @property
     def state(self) -> ServingState:
         """State of the engine as far as this process can tell."""
         if self.welcome is None or self.status is None:

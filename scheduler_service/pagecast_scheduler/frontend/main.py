@@ -63,7 +63,7 @@ def _load(model: str) -> Tokenizer:
     try:
         return load_tokenizer(model)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise StartError(f"cannot load the tokenizer of {model}: {reason}") from error
 
 
@@ -145,8 +145,8 @@ class Frontend:
         now = loop.time()
         guards = self._guards
         self._pulse.beat()
-        self._rounds_unheard += self._engine.welcome is None
-        if self._rounds_unheard == TELL_AFTER and self._engine.welcome is None:
+        self._rounds_unheard += not self._engine.has_dialled
+        if self._rounds_unheard == TELL_AFTER and not self._engine.has_dialled:
             log.warning("waiting for the scheduler", run_dir=str(self._run_dir))
         guards.metrics.loop_lag(now - due)
         if guards.certificates is not None:
@@ -202,7 +202,7 @@ class Frontend:
         state.is_announcing_end = True
         self._health.update(state.serving_state)
         log.info("draining", open_calls=len(self._engine.calls))
-        await self._pause(self._config.drain_announce_s)
+        await self._pause(self._config.drain_announce_s if self._has_served else 0.0)
         state.is_draining = True
         loop = asyncio.get_running_loop()
         until = loop.time() + self._config.drain_timeout_s

@@ -277,8 +277,14 @@ def _from_transformers(folder: Path, gguf_file: str | None, defaults: SamplingDe
     return ModelTokenizer(loaded.backend_tokenizer, special, template, defaults)
 
 
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*tekken*", "merges*")
+
+
 def load_folder(folder: Path) -> ModelTokenizer:
-    """The tokenizer of a Hugging Face folder, with sampling defaults from its generation_config.json if it has one."""
+    """The tokenizer of a Hugging Face folder, with sampling defaults from its generation_config.json if it has one. Raises ValueError for
+    a folder without any, and whatever transformers raises."""
+    if not any(found for pattern in _TOKENIZER_FILES for found in folder.glob(pattern)):
+        raise ValueError("the folder has no tokenizer.json or the like; take another model's with --tokenizer")
     defaults = SamplingDefaults()
     config = folder / "generation_config.json"
     if config.is_file():
