@@ -302,6 +302,12 @@ def cut_slices(batch: int, vocab: int, device: torch.device | str) -> int:
     return 1 << max(wanted, 1).bit_length() - 1
 
 
+def judge_slices(batch: int, vocab: int, device: torch.device | str) -> int:
+    """Programs of 16 warps per row of `finish_open_rows`, a power of two: two to a processor, each with 4,096 logits or more."""
+    wanted = min(2 * processors(device) // batch, vocab // 4096, MAX_SLICES)
+    return 1 << max(wanted, 1).bit_length() - 1
+
+
 def row_warps(block: int) -> int:
     """Warps for a program that holds a row of `block` values: eight to a thread where the row is long."""
     return min(max(block // 256, 1), 16)

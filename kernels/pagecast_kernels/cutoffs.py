@@ -1,9 +1,9 @@
 """The cut-offs of sampling: the smallest logit that top-k, top-p and min-p keep of each row, without sorting one.
 
-Three launches. `_bound` splits every row among programs and keeps the maxima of interleaved columns: the k-th largest of them bounds
+Two launches. `_bound` splits every row among programs and keeps the maxima of interleaved columns: the k-th largest of them bounds
 the row's k-th largest from below and rather closely, so that few candidates lie above it. `_narrow` gathers those, again by many
 programs a row; the last of a row to arrive builds the exact cut-off bit by bit, by counting, and draws the row's token from them.
-`_whole_row` does the rest: rows whose nucleus is wider than the candidates, top_k in the hundreds, thousands of equal logits.
+Rows whose nucleus is wider than the candidates, top_k in the hundreds or thousands of equal logits stay open: see `open_rows`.
 A row without limits costs a glance at each.
 """
 
@@ -16,30 +16,32 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 from pagecast_kernels.noise import GREEDY_BELOW, bits_of, key_of, noisy
-from pagecast_kernels.searches import collect, column_maxima, kth_largest, masses_above, nucleus_of, search_row, wide_nucleus
+from pagecast_kernels.searches import kth_largest, nucleus_of
 from pagecast_kernels.shares import arrives_last
 
-_CUT_TILE_BYTES = 8192  # of logits a step of `_whole_row`, which has a whole row before it
 _TILE, _LARGE_TILE = 2048, 4096  # logits a step of the programs that share a row, where they gather and where they only look
-_COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
-_CANDIDATES = 1024  # how many a row may have in `_whole_row` before it is searched in full
+COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
 _FEW = 256  # candidates that are taken together, wherever they lie
-_WANTED = tl.constexpr(512)  # columns whose maxima bound the candidates where top-k does not say
+WANTED = tl.constexpr(512)  # columns whose maxima bound the candidates where top-k does not say
+LEAST_TOP_P = tl.constexpr(0.4)  # below it few draws from a whole row are in the nucleus, and a search is as fast
 
+# States of a row: drawn from as far as its cut-off reaches, or whole if that is NaN, in which case `open_rows` sees whether the token
+# is kept (PROPOSED); has its token (DRAWN); has neither cut-off nor token (OPEN).
+TO_DRAW, DRAWN, PROPOSED, OPEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 # The bits of a float32 that can differ between values of a type: sign, exponent, and as much of the fraction as it has.
-_KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
+KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
 
 @dataclass(frozen=True)
 class CutoffWorkspace:
-    """Device memory of one call at a time. counters int32[2 · B], zero between launches; cutoffs float32[B] and drawn int32[B], the
-    results; the rest is scratch: maxima, candidates and their tokens of each row, its bound and largest logit, and each slice's count
-    and mass."""
+    """Device memory of one call at a time. counters int32[2 · B], zero between launches; cutoffs float32[B], NaN where open, and
+    states int32[B], the results; bounds float32[B, 3]: of a row with limits its candidates' bound, its largest logit and, with top-p
+    alone, its mass relative to that; the rest is scratch: maxima, candidates and their tokens of each row, each slice's count and mass."""
 
     counters: Tensor
     cutoffs: Tensor
-    drawn: Tensor
+    states: Tensor
     maxima: Tensor
     candidates: Tensor
     tokens: Tensor
@@ -57,62 +59,14 @@ def cutoff_workspace(max_rows: int, device: torch.device | str) -> CutoffWorkspa
     slices, whole = configs.MAX_CUT_SLICES, torch.int32
     most = slices * _segment(slices)
     return CutoffWorkspace(
-        make(2 * max_rows, dtype=whole), make(max_rows), make(max_rows, dtype=whole), make(max_rows, _COLUMNS), make(max_rows, most),
-        make(max_rows, most, dtype=whole), make(max_rows, 2), make(max_rows, slices, dtype=torch.int32), make(max_rows, slices),
+        make(2 * max_rows, dtype=whole), make(max_rows), make(max_rows, dtype=whole), make(max_rows, COLUMNS), make(max_rows, most),
+        make(max_rows, most, dtype=whole), make(max_rows, 3), make(max_rows, slices, dtype=torch.int32), make(max_rows, slices),
     )  # fmt: skip
 
 
 def _segment(slices: int) -> int:
     """Candidates that a slice of a row may have: where a vocabulary's likely tokens lie together, several times an even share."""
     return max(2048 // slices, 256)
-
-
-@triton.jit
-def _whole_row(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr, candidates_ptr, vocab, stride,
-    BITS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """The cut-off of rows that `_narrow` left open (NaN), which are few: one program goes over the row as often as it takes."""
-    row = tl.program_id(0)
-    cutoff = tl.load(cutoffs_ptr + row)
-    if cutoff != cutoff:
-        temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
-        top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        in_k, in_p = (top_k > 0) & (top_k < vocab), top_p < 1.0
-        cutoff = tl.full((), float("-inf"), tl.float32)
-        logits = logits_ptr + row.to(tl.int64) * stride
-        candidates = candidates_ptr + row * CANDIDATES
-        inverse = 1.0 / temperature
-        most = column_maxima(logits, vocab, COLUMNS, TILE)
-        top = tl.max(most, 0)
-        if in_k | in_p:
-            short = in_k & (top_k <= _WANTED)
-            high = kth_largest(most, tl.where(short, top_k, _WANTED), BITS)
-            count, whole = collect(logits, vocab, high, float("inf"), top, inverse, candidates, TILE, CANDIDATES)
-            index = tl.arange(0, CANDIDATES)
-            few = count <= CANDIDATES
-            x = tl.load(candidates + index, index < count, float("-inf"))
-            mass = tl.exp((x - top) * inverse)
-            if in_k:
-                if short & few:
-                    cutoff = kth_largest(x, top_k, BITS)
-                    whole = tl.sum(tl.where(x >= cutoff, mass, 0.0), 0)
-                else:
-                    cutoff = search_row(logits, vocab, top, inverse, top_k, 0.0, BITS, TILE)
-                    whole, _, _ = masses_above(logits, vocab, cutoff, cutoff, cutoff, top, inverse, TILE)
-            if in_p:
-                held = tl.sum(mass, 0)
-                wanted = tl.maximum(top_p * whole, 1e-30)  # top_p 0 keeps the largest
-                if few & (held >= wanted):
-                    nucleus = nucleus_of(x, mass, wanted, BITS)
-                elif few:
-                    nucleus = wide_nucleus(logits, vocab, high, held, wanted, top, inverse, candidates, BITS, TILE, CANDIDATES)
-                else:
-                    nucleus = search_row(logits, vocab, top, inverse, 1, wanted, BITS, TILE)
-                cutoff = tl.maximum(cutoff, nucleus)
-        if min_p > 0.0:
-            cutoff = tl.maximum(cutoff, top + temperature * tl.log(min_p))
-        tl.store(cutoffs_ptr + row, cutoff)
 
 
 @triton.jit
@@ -127,14 +81,14 @@ def _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
 
 @triton.jit
 def _bound(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, drawn_ptr, maxima_ptr, bounds_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, states_ptr, maxima_ptr, bounds_ptr,
     vocab, stride, slice_size,
     BITS: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     temperature, top_k, _, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
     if part == 0:
-        tl.store(drawn_ptr + row, 0)
+        tl.store(states_ptr + row, TO_DRAW)
     if bounded:
         OWN: tl.constexpr = COLUMNS // SLICES
         logits = logits_ptr + row.to(tl.int64) * stride
@@ -152,12 +106,12 @@ def _bound(
             bound = top
             cutoff = tl.full((), float("-inf"), tl.float32)
             if in_k | in_p:
-                bound = kth_largest(maxima, tl.where(in_k & (top_k <= _WANTED), top_k, _WANTED), BITS)
+                bound = kth_largest(maxima, tl.where(in_k & (top_k <= WANTED), top_k, WANTED), BITS)
             else:
                 cutoff = top + temperature * tl.log(min_p)
                 bound = cutoff
-            tl.store(bounds_ptr + 2 * row, bound)
-            tl.store(bounds_ptr + 2 * row + 1, top)
+            tl.store(bounds_ptr + 3 * row, bound)
+            tl.store(bounds_ptr + 3 * row + 1, top)
             tl.store(cutoffs_ptr + row, cutoff)
             tl.store(counters_ptr + row, 0)
     elif part == 0:
@@ -195,7 +149,7 @@ def _gather(
 def _draw(
     candidates, tokens, counts, cutoff, inverse, seed, sequence, position, SLICES: tl.constexpr, SEGMENT: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The kept token that wins with its noise, the lowest of equals: what sampling._choose finds by going over the whole row."""
+    """The kept token that wins with its noise, the lowest of equals: what noise.best_of finds by going over the whole row."""
     best = tl.full((STEP,), float("-inf"), tl.float32)
     best_id = tl.full((STEP,), 0x7FFFFFFF, tl.int32)
     for start in range(0, SLICES * SEGMENT, STEP):
@@ -217,7 +171,7 @@ def _cut(x, fits, bound, top, inverse, whole, limits, BITS: tl.constexpr):
     cutoff = bound
     if in_k | in_p:
         cutoff = tl.full((), float("nan"), tl.float32)
-    if fits & (in_k | in_p) & (~in_k | (top_k <= _WANTED)):
+    if fits & (in_k | in_p) & (~in_k | (top_k <= WANTED)):
         weights = tl.exp((x - top) * inverse)
         cutoff = tl.full((), float("-inf"), tl.float32)
         if in_k:
@@ -241,7 +195,7 @@ def _finish_few(
     BITS: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The cut-off and the token of a row of at most FEW candidates, taken together wherever in the slices' segments they lie."""
-    cutoff_ptr, out_ptr, drawn_ptr = outputs
+    cutoff_ptr, out_ptr, state_ptr, open_state = outputs
     index = tl.arange(0, FEW)
     before = tl.cumsum(counts, 0)[None, :] <= index[:, None]
     place = tl.sum(before.to(tl.int32), 1) * SEGMENT + index - tl.sum(tl.where(before, counts[None, :], 0), 1)
@@ -254,7 +208,9 @@ def _finish_few(
         score = noisy(x * inverse, bits_of(seed, sequence, position, ids))
         score = tl.where((index < total) & (x >= cutoff), score, float("-inf"))
         tl.store(out_ptr, tl.min(tl.where(score == tl.max(score, 0), ids, 0x7FFFFFFF), 0))
-        tl.store(drawn_ptr, 1)
+        tl.store(state_ptr, DRAWN)
+    else:
+        tl.store(state_ptr, open_state)
 
 
 @triton.jit
@@ -263,7 +219,7 @@ def _finish_many(
     BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """The same over all segments; a cut-off that stays open, NaN, where the candidates do not decide it."""
-    cutoff_ptr, out_ptr, drawn_ptr = outputs
+    cutoff_ptr, out_ptr, state_ptr, open_state = outputs
     place = tl.arange(0, SLICES * SEGMENT)
     held = place % SEGMENT < tl.load(counts_ptr + place // SEGMENT, cache_modifier=".cg")
     x = tl.load(candidates + place, held, float("-inf"), cache_modifier=".cg")
@@ -272,13 +228,15 @@ def _finish_many(
     if fits & (cutoff == cutoff):
         seed, sequence, position = key
         tl.store(out_ptr, _draw(candidates, tokens, counts_ptr, cutoff, inverse, seed, sequence, position, SLICES, SEGMENT, 256))
-        tl.store(drawn_ptr, 1)
+        tl.store(state_ptr, DRAWN)
+    elif cutoff != cutoff:
+        tl.store(state_ptr, open_state)
 
 
 @triton.jit
 def _narrow(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
-    counters_ptr, cutoffs_ptr, drawn_ptr, out_ptr, bounds_ptr, candidates_ptr, tokens_ptr, counts_ptr, masses_ptr,
+    counters_ptr, cutoffs_ptr, states_ptr, out_ptr, bounds_ptr, candidates_ptr, tokens_ptr, counts_ptr, masses_ptr,
     vocab, stride, slice_size,
     BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -288,7 +246,7 @@ def _narrow(
         logits = logits_ptr + row.to(tl.int64) * stride
         candidates = candidates_ptr + row.to(tl.int64) * (SLICES * SEGMENT)
         tokens = tokens_ptr + row.to(tl.int64) * (SLICES * SEGMENT)
-        bound, top = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
+        bound, top = tl.load(bounds_ptr + 3 * row), tl.load(bounds_ptr + 3 * row + 1)
         inverse = 1.0 / temperature
         start = part * slice_size
         count, mass = _gather(
@@ -306,8 +264,10 @@ def _narrow(
             limits = (temperature, top_k, top_p, min_p, in_k, in_p)
             total = tl.sum(counts, 0)
             tl.store(counters_ptr + row, 0)
-            seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
-            key, outputs = (seed, sequence, position), (cutoffs_ptr + row, out_ptr + row, drawn_ptr + row)
+            tl.store(bounds_ptr + 3 * row + 2, whole)
+            key = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
+            proposed = in_p & ~in_k & (top_p >= LEAST_TOP_P)
+            outputs = (cutoffs_ptr + row, out_ptr + row, states_ptr + row, tl.where(proposed, PROPOSED, OPEN))
             if fits & (total <= FEW):
                 _finish_few(candidates, tokens, counts, total, bound, top, inverse, whole, limits, key, outputs, BITS, SEGMENT, FEW)
             else:
@@ -321,9 +281,10 @@ def find_cutoffs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, sequence: Tensor, positions: Tensor,
     out: Tensor, work: CutoffWorkspace, slices: int | None = None,
 ) -> None:  # fmt: skip
-    """work.cutoffs: the smallest logit that each row keeps, -inf where it keeps all. Rows of logits may be strided.
+    """work.cutoffs: the smallest logit that each row keeps, -inf where it keeps all, NaN where it is left open. Rows of logits may be
+    strided.
 
-    Rows that keep few have their token drawn into `out` in passing, and 1 in work.drawn. See reference.sample for the arguments.
+    Rows that keep few have their token drawn into `out` in passing; work.states says which. See reference.sample for the arguments.
 
     slices: programs that share a row, a power of two; as many as fill the device if not given. The mass of a row is a sum of its
     slices' sums, so a nucleus' edge may fall differently, by rounding, with another number of them.
@@ -332,18 +293,14 @@ def find_cutoffs(
     slices = configs.cut_slices(batch, vocab, logits.device) if slices is None else slices
     slice_size = triton.cdiv(triton.cdiv(vocab, _LARGE_TILE), slices) * _LARGE_TILE
     limits, draws = (temperature, top_k, top_p, min_p), (seeds, sequence, positions)
-    bits, stride = _KEY_BITS[logits.dtype], logits.stride(0)
+    bits, stride = KEY_BITS[logits.dtype], logits.stride(0)
     rows = work.cutoffs.shape[0]
     first, second = work.counters[:rows], work.counters[rows:]
     _bound[(batch, slices)](
-        logits, *limits, first, work.cutoffs, work.drawn, work.maxima, work.bounds, vocab, stride, slice_size,
-        bits, slices, _COLUMNS, _LARGE_TILE, num_warps=4,
+        logits, *limits, first, work.cutoffs, work.states, work.maxima, work.bounds, vocab, stride, slice_size,
+        bits, slices, COLUMNS, _LARGE_TILE, num_warps=4,
     )  # fmt: skip
     _narrow[(batch, slices)](
-        logits, *limits, *draws, second, work.cutoffs, work.drawn, out, work.bounds, work.candidates, work.tokens, work.counts,
+        logits, *limits, *draws, second, work.cutoffs, work.states, out, work.bounds, work.candidates, work.tokens, work.counts,
         work.masses, vocab, stride, slice_size, bits, slices, _segment(slices), _FEW, _TILE, num_warps=4, maxnreg=96,
-    )  # fmt: skip
-    _whole_row[(batch,)](
-        logits, *limits, work.cutoffs, work.candidates, vocab, stride,
-        bits, _COLUMNS, _CUT_TILE_BYTES // logits.element_size(), _CANDIDATES, num_warps=8, maxnreg=128,
     )  # fmt: skip

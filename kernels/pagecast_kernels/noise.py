@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
+_MOST_NOISE = tl.constexpr(16.7)  # more than -log(-log u) of the largest u, 1 - 2⁻²⁴
 
 
 @triton.jit
@@ -47,3 +48,38 @@ def bits_of(seed, sequence, position, ids):
 def noisy(x, bits):
     """x with Gumbel noise: -log(-log u) of u = (bits + 0.5) · 2⁻²³."""
     return x - tl.log(-tl.log((bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07))
+
+
+@triton.jit
+def best_of(logits, begin, end, cutoff, random, inverse, key, ABOVE: tl.constexpr, TILE: tl.constexpr):
+    """Of the tokens [begin, end) of a row whose logits are at least `cutoff`, or more than that if ABOVE: (the best score, infinite
+    where a logit is NaN or infinite; its token, the lowest of equals). A score is a logit, with noise if random; key: see key_of."""
+    seed, sequence, position = key
+    column = tl.arange(0, TILE)
+    best = tl.full((TILE,), float("-inf"), tl.float32)
+    best_id = tl.zeros((TILE,), tl.int32)
+    broken = tl.zeros((TILE,), tl.int32)
+    leader = tl.full((), float("-inf"), tl.float32)
+    following = tl.load(logits + begin + column, begin + column < end, float("-inf"))
+    for start in range(begin, end, TILE):
+        x = following.to(tl.float32)
+        following = tl.load(logits + start + TILE + column, start + TILE + column < end, float("-inf"))
+        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
+        x = tl.where(x > cutoff if ABOVE else x >= cutoff, x, float("-inf"))
+        if random:
+            x = x * inverse
+            if tl.max(x, 0) + _MOST_NOISE > leader:
+                bits = bits_from(seed, sequence, position, start, TILE // 4)
+                # -log u >= 1 - u, so -log(1 - u) bounds the noise from above: few tiles need the exact one.
+                bound = x - tl.log2((8388607 - bits).to(tl.float32) + 0.5) * 0.6931471805599453 + (15.942385152878742 + 1e-3)
+                if tl.max(bound, 0) > leader:
+                    score = noisy(x, bits)
+                    best_id = tl.where(score > best, start + column, best_id)
+                    best = tl.maximum(best, score)
+                    leader = tl.maximum(leader, tl.max(score, 0))
+        else:
+            best_id = tl.where(x > best, start + column, best_id)
+            best = tl.maximum(best, x)
+    top = tl.max(best, 0)
+    token = tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0)
+    return tl.where(tl.max(broken, 0) > 0, float("inf"), top), token

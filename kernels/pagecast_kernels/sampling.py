@@ -1,7 +1,8 @@
 """Sampling without a sort of the vocabulary.
 
-The smallest logit that top-k, top-p and min-p keep of each row comes from `cutoffs`. `_choose` splits every row among programs, adds
-Philox noise where a row is random and a tile holds kept tokens, and the last program of a row to arrive picks the winner.
+The smallest logit that top-k, top-p and min-p keep of each row comes from `cutoffs`, which also draws where few are kept. `_choose`
+splits the other rows among programs, adds Philox noise where a row is random and a tile holds kept tokens, and the last program of a
+row to arrive picks the winner. `open_rows` finishes those rows whose cut-off is hard to find.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.cutoffs import CutoffWorkspace, cutoff_workspace, find_cutoffs
-from pagecast_kernels.noise import bits_from, key_of, noisy, scale_of
+from pagecast_kernels.cutoffs import DRAWN, OPEN, CutoffWorkspace, cutoff_workspace, find_cutoffs
+from pagecast_kernels.noise import best_of, key_of, scale_of
+from pagecast_kernels.open_rows import finish_open_rows
 from pagecast_kernels.shares import arrives_last
 
-_MOST_NOISE = tl.constexpr(16.7)  # more than -log(-log u) of the largest u, 1 - 2⁻²⁴
 _TILE = 2048  # logits a step of `_choose`
 
 
@@ -40,7 +41,7 @@ def sample_workspace(max_rows: int, device: torch.device | str) -> SampleWorkspa
 
 @triton.jit
 def _choose(
-    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, drawn_ptr, out_ptr,
+    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, states_ptr, out_ptr,
     counters_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,
     SLICES: tl.constexpr, FILTERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -49,40 +50,15 @@ def _choose(
     random, inverse = scale_of(temperature_ptr, top_k_ptr, row)
     cutoff = tl.full((), float("-inf"), tl.float32)
     if FILTERED:
-        if tl.load(drawn_ptr + row) > 0:
+        state = tl.load(states_ptr + row)
+        if (state == DRAWN) | (state == OPEN):
             return
         cutoff = tl.load(cutoffs_ptr + row)
-    seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
-    column = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_id = tl.zeros((TILE,), tl.int32)
-    broken = tl.zeros((TILE,), tl.int32)
-    leader = tl.full((), float("-inf"), tl.float32)
-    end = tl.minimum((part + 1) * slice_size, vocab)
-    following = tl.load(logits + part * slice_size + column, part * slice_size + column < end, float("-inf"))
-    for start in range(part * slice_size, end, TILE):
-        x = following.to(tl.float32)
-        following = tl.load(logits + start + TILE + column, start + TILE + column < end, float("-inf"))
-        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
-        x = tl.where(x >= cutoff, x, float("-inf"))
-        if random:
-            x = x * inverse
-            if tl.max(x, 0) + _MOST_NOISE > leader:
-                bits = bits_from(seed, sequence, position, start, TILE // 4)
-                # -log u >= 1 - u, so -log(1 - u) bounds the noise from above: few tiles need the exact one.
-                bound = x - tl.log2((8388607 - bits).to(tl.float32) + 0.5) * 0.6931471805599453 + (15.942385152878742 + 1e-3)
-                if tl.max(bound, 0) > leader:
-                    score = noisy(x, bits)
-                    best_id = tl.where(score > best, start + column, best_id)
-                    best = tl.maximum(best, score)
-                    leader = tl.maximum(leader, tl.max(score, 0))
-        else:
-            best_id = tl.where(x > best, start + column, best_id)
-            best = tl.maximum(best, x)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0)
-    # A slice that holds NaN or infinity says so by an infinite best, which no sound slice has.
-    top = tl.where(tl.max(broken, 0) > 0, float("inf"), top)
+        cutoff = tl.where(cutoff == cutoff, cutoff, float("-inf"))
+    key = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
+    begin = part * slice_size
+    end = tl.minimum(begin + slice_size, vocab)
+    top, token = best_of(logits, begin, end, cutoff, random, inverse, key, False, TILE)
     tl.store(best_ptr + row * SLICES + part, top)
     tl.store(best_ids_ptr + row * SLICES + part, token)
     tl.debug_barrier()
@@ -121,13 +97,16 @@ def sample(
     if not batch:
         return out
     work = sample_workspace(batch, logits.device) if workspace is None else workspace
+    rows = (logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, out, work.narrowing)
     if filtered:
-        find_cutoffs(logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, out, work.narrowing, cut_slices)
+        find_cutoffs(*rows, cut_slices)
     slices = configs.sample_slices(batch, vocab, logits.device)
     slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
     _choose[(batch, slices)](
-        logits, temperature, top_k, seeds, sequence, positions, work.narrowing.cutoffs, work.narrowing.drawn, out,
+        logits, temperature, top_k, seeds, sequence, positions, work.narrowing.cutoffs, work.narrowing.states, out,
         work.counters, work.best, work.best_ids,
         vocab, logits.stride(0), slice_size, slices, filtered, _TILE, num_warps=8,
     )  # fmt: skip
+    if filtered:
+        finish_open_rows(*rows, cut_slices)
     return out
