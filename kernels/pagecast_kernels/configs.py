@@ -303,9 +303,9 @@ def cut_slices(batch: int, vocab: int, device: torch.device | str) -> int:
 
 
 def judge_slices(batch: int, vocab: int, device: torch.device | str) -> int:
-    """Programs of 16 warps per row of `finish_open_rows`, a power of two: two to a processor, each with 4,096 logits or more."""
-    wanted = min(2 * processors(device) // batch, vocab // 4096, MAX_SLICES)
-    return 1 << max(wanted, 1).bit_length() - 1
+    """Programs of 16 warps per row of `finish_open_rows`: few values, as its kernel is compiled for each of them."""
+    wanted = min(2 * processors(device) // batch, vocab // 4096)
+    return next(slices for slices in (16, 4, 1) if slices <= max(wanted, 1))
 
 
 def row_warps(block: int) -> int:
