@@ -11,6 +11,7 @@ from torch import Tensor
 from pagecast_wire.intake import LoadProgress
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, ReportProgress
+from pagecast_worker.loading import streaming
 from pagecast_worker.loading.checkpoint import Checkpoint, check_names
 from pagecast_worker.loading.gguf import GgufCheckpoint
 from pagecast_worker.loading.products import Quantizer, kept_plain, products_of
@@ -99,6 +100,17 @@ def load_model(
     products = {id(p.layer.weight): p for layer in model.layers for p in products_of(layer)} if quantizer is not None else {}
     total = sum(source.held() for source in sources) * dtype.itemsize
     done = 0
+
+    def note(values: int) -> None:
+        nonlocal done
+        done += values * dtype.itemsize
+        report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
+
+    if isinstance(checkpoint, SafetensorsCheckpoint) and quantizer is None and device.type == "cuda":
+        where = streaming.extents(checkpoint.paths)
+        fast = [source for source in sources if streaming.streamable(source, where.get(source.name))]
+        streaming.Stream(device).fill(streaming.pieces(fast, where), lambda piece: note(piece.place().numel()))
+        sources = [source for source in sources if not streaming.streamable(source, where.get(source.name))]
     for source in sources:
         product = products.get(id(source.parameter))
         part: Stored | Tensor | None = None
@@ -112,8 +124,7 @@ def load_model(
         elif part is not None:
             plain = part.dense(dtype) if isinstance(part, Stored) else part
             source.place().copy_(plain)
-        done += source.held() * dtype.itemsize
-        report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
+        note(source.held())
     if config.kv_cache_dtype == "fp8":
         scale_cache(model, checkpoint, names)
     return Loaded(model, _digest(config, checkpoint.identity()))

@@ -42,6 +42,10 @@ class SafetensorsCheckpoint:
                     raise LoadError(f"{path}: tensor {name} is also in {self._where[name]}")
                 self._where[name] = path
 
+    @property
+    def paths(self) -> list[Path]:
+        return list(self._files)
+
     def names(self) -> Iterable[str]:
         return self._where
 
