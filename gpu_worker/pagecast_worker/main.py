@@ -13,6 +13,7 @@ from pagecast_wire.codec import WireError
 from pagecast_wire.keys import KeysError
 from pagecast_wire.lifeline import die_with_parent
 from pagecast_wire.result import WorkerFault
+from pagecast_worker.compilers import start_early
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import Executor, LoadError, OutOfMemory, PlanError, Stopped
 from pagecast_worker.link import Link
@@ -62,13 +63,14 @@ def make_executor(config: WorkerConfig, link: Link) -> Executor:
     """The executor that the configuration names. torch is imported only if it is that one. Raises LoadError."""
     if config.executor == "oracle":
         return OracleExecutor(config)
+    compilers = start_early(config.device)
     try:
         from pagecast_worker.torch_executor import TorchExecutor
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("pagecast"):
             raise
         raise LoadError(f"the torch executor needs the package {error.name}; install pagecast[worker]") from error
-    executor: Executor = TorchExecutor(config, link)
+    executor: Executor = TorchExecutor(config, link, compilers)
     return executor
 
 

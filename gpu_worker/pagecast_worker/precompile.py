@@ -1,8 +1,8 @@
 """Compiles the kernels that a model needs in several processes at once, while its weights are being read.
 
 Each process runs one layer's steps on tensors without memory, with a driver that only names the GPU: a launch then compiles and
-leaves its result in triton's cache on disk, where the worker finds it. A process compiles every n-th distinct launch. What goes
-wrong here costs time only: the worker compiles what it does not find.
+leaves its result, and the C code that starts it, in triton's cache on disk, where the worker finds them. A process compiles every n-th
+distinct launch. What goes wrong here costs time only: the worker compiles what it does not find.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ import msgspec
 import structlog
 import torch
 
+from pagecast_wire.lifeline import die_with
+from pagecast_worker.compilers import MARK, Compilers
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.models.config import ModelConfig
@@ -34,11 +36,12 @@ _log = structlog.get_logger(__name__)
 
 
 class Precompilation:
-    """Processes under way. Made before weights are read, waited for before the first launch."""
+    """Processes under way. Made before weights are read, waited for before the first launch. compilers: those that were started before."""
 
     def __init__(
-        self, config: WorkerConfig, shape: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, max_blocks: int, device: torch.device
-    ) -> None:
+        self, config: WorkerConfig, shape: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, max_blocks: int, device: torch.device,
+        compilers: Compilers | None = None,
+    ) -> None:  # fmt: skip
         import triton
 
         import pagecast_kernels
@@ -55,31 +58,25 @@ class Precompilation:
         }  # fmt: skip
         sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
         digest = hashlib.sha256(json.dumps([request, triton.__version__]).encode() + sources).hexdigest()
-        self._done = Path(triton.knobs.cache.dir) / f"pagecast-{digest[:32]}"
+        self._done = Path(triton.knobs.cache.dir) / f"{MARK}{digest[:32]}"
         self._began = time.monotonic()
-        count = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        if count > 1 and not self._done.exists():
-            for part in range(count):
-                command = [sys.executable, "-m", "pagecast_worker.precompile", json.dumps(request | {"part": part, "parts": count})]
-                none = subprocess.DEVNULL
-                self._processes.append(subprocess.Popen(command, stdin=none, stdout=none, stderr=none))
+        self._parts = min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)
+        self._compilers: Compilers | None = None
+        if self._parts > 1 and not self._done.exists():
+            self._compilers = compilers or Compilers()
+            self._compilers.begin(json.dumps(request | {"parts": self._parts}))
+        elif compilers is not None:
+            compilers.dismiss()
 
     def wait(self) -> None:
         """Until all have ended, or their time is up."""
-        failed = 0
-        for process in self._processes:
-            try:
-                failed += process.wait(max(0.1, self._began + WAIT_SECONDS - time.monotonic())) != 0
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                failed += 1
-        if failed:
-            _log.warning("kernels were not compiled ahead", processes=len(self._processes), failed=failed)
-        elif self._processes:
-            self._done.touch()
-            _log.info("kernels compiled ahead", processes=len(self._processes), seconds=round(time.monotonic() - self._began, 1))
+        if self._compilers is None:
+            return
+        if not self._compilers.end(self._began + WAIT_SECONDS - time.monotonic()):
+            _log.warning("kernels were not compiled ahead", processes=self._parts)
+            return
+        self._done.touch()
+        _log.info("kernels compiled ahead", processes=self._parts, seconds=round(time.monotonic() - self._began, 1))
 
 
 def _layers(shape: ModelConfig, method: str | None) -> int:
@@ -87,16 +84,32 @@ def _layers(shape: ModelConfig, method: str | None) -> int:
     return min(shape.layers_of_every_kind() + (method == "fp8"), shape.num_layers)
 
 
+def tell_of_compilations() -> None:
+    """From here on a kernel that is compiled in this process is named in the log: serving is not to wait for one."""
+    import triton
+
+    def told(*, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool) -> None:
+        if not cache_hit:
+            _log.info("kernel compiled in the worker", kernel=src.name, ms=times.total // 1000)
+
+    triton.knobs.compilation.listener = told
+
+
 def start_precompilation(
-    config: WorkerConfig, shape: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, max_blocks: int, device: torch.device
-) -> Precompilation | None:
+    config: WorkerConfig, shape: ModelConfig, scheme: Scheme | None, dtype: torch.dtype, max_blocks: int, device: torch.device,
+    compilers: Compilers | None = None,
+) -> Precompilation | None:  # fmt: skip
     """scheme: how the checkpoint is quantized. None where there is nothing to compile for, or where it cannot be started."""
     if device.type != "cuda":
+        if compilers is not None:
+            compilers.dismiss()
         return None
     try:
-        return Precompilation(config, shape, scheme, dtype, max_blocks, device)
+        return Precompilation(config, shape, scheme, dtype, max_blocks, device, compilers)
     except (OSError, RuntimeError, AttributeError) as error:
         _log.warning("kernels are not compiled ahead", error=type(error).__name__)
+        if compilers is not None:
+            compilers.dismiss()
         return None
 
 
@@ -209,14 +222,46 @@ def launch_all(request: dict[str, Any]) -> None:
         TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
 
 
-def main(argument: str) -> None:
-    from pagecast_wire.lifeline import die_with_parent
+def build_launchers(compiled: list[Any]) -> None:
+    """The C code that starts each kernel, and that of triton's driver, as the worker would build them one after the other."""
+    from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
-    die_with_parent()
-    request = json.loads(argument)
-    compile_every(request["part"], request["parts"], request["arch"], request["processors"])
-    launch_all(request)
+    try:
+        CudaUtils()
+        for kernel in compiled:
+            CudaLauncher(kernel.src, kernel.metadata)
+    except (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        print(f"no launchers: {type(error).__name__}: {error}", file=sys.stderr)  # the kernels are there all the same
+
+
+def in_parts(request: dict[str, Any]) -> bool:
+    """Compiles everything in as many processes as the request says, each a copy of this one. Whether all went well."""
+    parent, children = os.getpid(), []
+    for part in range(request["parts"]):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                die_with(parent)
+                compiled = compile_every(part, request["parts"], request["arch"], request["processors"])
+                launch_all(request)
+                build_launchers(compiled)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return not any(statuses)
+
+
+def main(parent: int) -> int:
+    """Gets ready, and compiles what is asked for, if anything is."""
+    die_with(parent)
+    import pagecast_kernels.triton_ops  # noqa: F401  (what all parts need, once)
+    import pagecast_worker.torch_executor  # noqa: F401
+
+    line = sys.stdin.readline()
+    return 0 if not line or in_parts(json.loads(line)) else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main(int(sys.argv[1])))

@@ -19,6 +19,7 @@ from pagecast_wire.result import StepResult
 from pagecast_wire.sampling import Constraint
 from pagecast_worker.backend import Backend, device_named
 from pagecast_worker.batch_state import BatchState
+from pagecast_worker.compilers import Compilers
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.constraints import ConstraintBook, Follower
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, Prepared, ReportProgress
@@ -31,7 +32,7 @@ from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import Ranks
-from pagecast_worker.precompile import start_precompilation
+from pagecast_worker.precompile import start_precompilation, tell_of_compilations
 from pagecast_worker.results import Arrays, Kept, PromptPart, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
@@ -69,8 +70,9 @@ class _Pending:
 class TorchExecutor:
     """See Executor. All methods are called from one thread."""
 
-    def __init__(self, config: WorkerConfig, meeting: Meeting | None = None) -> None:
-        """meeting: how to find the other ranks, where there are any."""
+    def __init__(self, config: WorkerConfig, meeting: Meeting | None = None, compilers: Compilers | None = None) -> None:
+        """meeting: how to find the other ranks, where there are any. compilers: started before torch was imported."""
+        self._compilers = compilers
         self.config = config
         self.device = device_named(config.device, config.rank if config.tensor_parallel_size > 1 else None)
         if self.device.index is not None and self.device.type == "cuda":
@@ -86,6 +88,8 @@ class TorchExecutor:
     @torch.inference_mode()
     def load(self, report: ReportProgress) -> tuple[ModelFacts, int]:
         config = self.config
+        self._report = report
+        self._enter("device")
         checkpoint = open_checkpoint(config, self.device)
         shape = checkpoint.config
         self.max_model_len = max_model_len(config, shape)
@@ -96,7 +100,7 @@ class TorchExecutor:
         self.dtype = self.backend.dtype
         self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
         max_blocks = -(-self.max_model_len // config.block_size)
-        ahead = start_precompilation(config, shape, checkpoint.scheme, self.dtype, max_blocks, self.device)
+        ahead = start_precompilation(config, shape, checkpoint.scheme, self.dtype, max_blocks, self.device, self._compilers)
         try:
             ranks = self._group.ranks(shape.hidden_size, self.dtype) if self._group is not None else Ranks()
             loaded = load_model(config, checkpoint, ranks, self.device, self.dtype, report)
@@ -107,13 +111,15 @@ class TorchExecutor:
             self.rules = TokenRules(config.max_num_seqs, shape.vocab_size, self.device)
             self.filters = Filters(config.max_num_seqs)
             self.constraints = ConstraintBook(lambda: open_vocabulary(config, checkpoint), shape.vocab_size, shape.eos_token_ids)
+            self._enter("kernels")
             if ahead is not None:
-                report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
                 ahead.wait()
+            if self.backend.is_cuda:
+                tell_of_compilations()
             if self._group is not None:
                 self._group.wait_for_all("weights")
-            num_blocks = self._allocate(report)
-            self._warm_up(report)
+            num_blocks = self._allocate()
+            self._warm_up()
         except torch.OutOfMemoryError:
             raise LoadError(f"{config.model}: the model does not fit into the device's memory") from None
         facts = ModelFacts(
@@ -133,14 +139,17 @@ class TorchExecutor:
         )
         return facts, num_blocks
 
-    def _allocate(self, report: ReportProgress) -> int:
+    def _enter(self, phase: str) -> None:
+        """Tells that this phase of loading begins."""
+        self._report(LoadProgress(rank=self.config.rank, phase=phase, done=0, total=1))
+
+    def _allocate(self) -> int:
         """Size the pool, from a peak step measured over a pool of two blocks, and allocate it."""
         shape, config = self.model.config, self.config
         bytes_per_block = block_bytes(shape.num_layers, self.model.kv_shape, config.block_size, self.kv_dtype)
         self.cache = self._cache(2)
-        report(LoadProgress(rank=config.rank, phase="kernels", done=0, total=1))
         peak_step(self)
-        report(LoadProgress(rank=config.rank, phase="kernels", done=1, total=1))
+        self._enter("memory")
         later = self.rules.state_bytes()
         num_blocks = num_blocks_for(config, self.device, bytes_per_block, peak=lambda: peak_step(self), later_bytes=later)
         self.cache = self._cache(num_blocks)
@@ -149,19 +158,20 @@ class TorchExecutor:
     def _cache(self, num_blocks: int) -> KVCache:
         return KVCache(num_blocks, self.model.config.num_layers, self.model.kv_shape, self.config.block_size, self.device, self.kv_dtype)
 
-    def _warm_up(self, report: ReportProgress) -> None:
-        """Run a decode step of every size that serving may use, as graphs where there are graphs."""
+    def _warm_up(self) -> None:
+        """Run a decode step of every size that serving may use, and then as graphs where there are graphs."""
         rank, padding = self.config.rank, self.state.padding
-
-        def progress(done: int, total: int) -> None:
-            report(LoadProgress(rank=rank, phase="warm-up", done=done, total=total))
-
-        progress(0, 1)
+        self._enter("steps")
         null = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.cache.copy(self.ops, null, null)
         for size in warm_sizes(self.config.max_num_seqs) if self.backend.is_cuda else [1]:
             prefill_step(self, size, 1, 1)
             self._decode(torch.full((size,), padding, dtype=torch.int32, device=self.device))
+
+        def progress(done: int, total: int) -> None:
+            self._report(LoadProgress(rank=rank, phase="warm-up", done=done, total=total))
+
+        self._enter("warm-up")
         if self.backend.use_graphs:
             self._capture(progress)
         else:

@@ -312,7 +312,7 @@ class LoadProgress(Struct, frozen=True, forbid_unknown_fields=True, tag="load_pr
     """How far a rank's start-up is; a worker sends it up, the scheduler passes it on."""
 
     rank: int
-    phase: str  # "weights", "kernels", "warm-up"
+    phase: str  # "device", "weights", "kernels", "memory", "steps", "warm-up"; the last one ends with done = total
     done: int
     total: int
 

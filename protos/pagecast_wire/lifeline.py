@@ -29,12 +29,17 @@ def die_with_parent() -> bool:
     if not value:
         return False
     parent, fd = (int(part) for part in value.split(":"))
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the signal was armed
-        os._exit(_ORPHANED)
+    die_with(parent)
     os.set_inheritable(fd, False)
     threading.Thread(target=_watch, args=(fd,), name="lifeline", daemon=True).start()
     return True
+
+
+def die_with(parent: int) -> None:
+    """Tie this process to its parent, by its id, through the signal alone: for one that is stuck in nothing and holds nothing."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the signal was armed
+        os._exit(_ORPHANED)
 
 
 def _watch(fd: int) -> None:

@@ -2,26 +2,17 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from worker.tiny_model import write_config
 
+from pagecast_worker.compilers import Compilers, start_early
 from pagecast_worker.loading.random import RandomWeights
 
 pytest.importorskip("triton")
 
-COUNT = """
-import json, sys
-from pagecast_worker import precompile
-request = json.loads(sys.argv[1])
-compiled = precompile.compile_every(request["part"], request["parts"], request["arch"], request["processors"])
-precompile.launch_all(request)
-print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
-"""
+LIMIT_S = 240.0
 
 
 @pytest.mark.parametrize(
@@ -33,7 +24,7 @@ print(json.dumps(sorted({kernel.metadata.name for kernel in compiled})))
         (32, 1, "fp8", {"_paged_prefill", "_scaled_product", "_quantize_rows", "_gemv", "_paged_decode"}),
     ],
 )
-def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quantization, own):
+def test_parts_compile_every_kernel_between_them(tmp_path, monkeypatch, head_dim, ranks, quantization, own):
     shape = RandomWeights(write_config(tmp_path / "shape", head_dim=head_dim), torch.device("cpu")).config
     request = {
         "shape": dataclasses.asdict(shape) | {"num_layers": 2 if quantization == "fp8" else 1}, "dtype": "bfloat16",
@@ -41,17 +32,45 @@ def test_parts_compile_every_kernel_between_them(tmp_path, head_dim, ranks, quan
         "ranks": ranks, "quantization": quantization, "scheme": None, "kv_cache_dtype": "fp8" if quantization else "auto",
         "batch_invariant": False,
     }
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    names: set[str] = set()
-    for part in range(2):
-        command = [sys.executable, "-c", COUNT, json.dumps(request | {"part": part})]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-2000:]
-        names |= set(json.loads(done.stdout))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    compilers = Compilers()
+    compilers.begin(json.dumps(request))
+    assert compilers.end(LIMIT_S)
+    names = {path.stem for path in (tmp_path / "cache").glob("*/*.cubin")}
     assert names - {"_best_of_shard"} == {
         "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_rows", "_narrow",
          "_rms_norm", "_rope_and_write_kv", "_finish_open_rows",
         "_adjust_logits", "_forbid_tokens", "_note_tokens", "_top_logprobs",
     } - ({"_gate_mul"} if quantization == "int4" else set()) | own
     assert ("_best_of_shard" in names) == (ranks > 1)
-    assert list((tmp_path / "cache").glob("*/*.cubin"))
+
+
+def test_what_cannot_be_compiled_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compilers = Compilers()
+    compilers.begin(json.dumps({"parts": 1, "arch": 90, "processors": 132}))
+    assert not compilers.end(LIMIT_S)
+
+
+def test_compilers_that_are_not_needed_are_gone():
+    compilers = Compilers()
+    compilers.dismiss()
+    assert not compilers.end(0.0)
+
+
+def test_nothing_gets_ready_where_there_is_no_gpu_or_a_full_cache(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr("pagecast_worker.compilers.Compilers", lambda: started.append(1))
+    monkeypatch.setattr("pagecast_worker.compilers.os.cpu_count", lambda: 16)
+    monkeypatch.setattr("pagecast_worker.compilers.DRIVER", tmp_path / "driver")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    start_early("auto")
+    (tmp_path / "driver").touch()
+    start_early("cpu")
+    assert not started
+    start_early("cuda:1")
+    assert started == [1]
+    (tmp_path / "pagecast-1").touch()
+    start_early("auto")
+    assert started == [1]

@@ -16,10 +16,10 @@ from torch import Tensor
 from pagecast_worker.executor import LoadError
 from pagecast_worker.models.weights import Source
 
-PIECE_BYTES = 8 << 20
-READING = 16
+PIECE_BYTES = 4 << 20
+READING = 12
 """Pieces that are being read, or wait to be copied."""
-COPYING = 8
+COPYING = 4
 """Pieces whose copies may still be under way."""
 THREADS = 8
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
