@@ -1,74 +1,107 @@
 #!/usr/bin/env bash
 # The measurements of docs/performance.md, part by part, on a machine with an NVIDIA GPU: `benchmarks/gpu.sh tests tune kernels beside`.
-# RESULTS: folder for result files (default: benchmarks/results). PYTHON: the interpreter that has torch, and vLLM where it is compared.
-# TOKENIZER: folder with SmolLM2's tokenizer.json, for servers of random weights. REPETITIONS: of each workload (default: 3).
+# Parts may run at the same time on different GPUs (CUDA_VISIBLE_DEVICES). Every command has a time limit, and leaves nothing behind.
+# RESULTS: folder for result files and logs (default: benchmarks/results). PYTHON: the interpreter that has torch, and vLLM where it is
+# compared. TOKENIZER: folder with SmolLM2's tokenizer.json, for servers. REPETITIONS: of each workload (default: 3). LLAMA, SMOL: the
+# workloads of the 8B and 135M shapes (default: all that have a target).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 RESULTS=${RESULTS:-benchmarks/results}
 PYTHON=${PYTHON:-python3}
 REPETITIONS=${REPETITIONS:-3}
+TOKENIZER=${TOKENIZER:-smollm2-135m}
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
-pagecast() { "$PYTHON" -m pagecast.cli.main "$@"; }
-offline() { pagecast bench throughput --repetitions "$REPETITIONS" --warmup 0 --json "$RESULTS" "$@"; }
-LLAMA=(--workload single --workload decode --workload short --workload prefix --workload seed64 --workload chat --workload prefill)
-SMOL=(--workload single --workload chat --workload short)
+mkdir -p "$RESULTS"
+limited() { # SECONDS, then a command of pagecast: interrupted then, so that it writes what it has
+    timeout -s INT -k 30 "$1" "$PYTHON" -m pagecast.cli.main "${@:2}"
+}
+offline() { # SECONDS, SHAPE, then options and workloads
+    limited "$1" bench throughput --random-weights "$2" --repetitions "$REPETITIONS" --warmup 0 --json "$RESULTS" "${@:3}"
+}
+workloads() { printf -- '--workload %s ' "$@"; }
+LLAMA=$(workloads ${LLAMA:-single decode short prefix seed64 chat prefill})
+SMOL=$(workloads ${SMOL:-single chat short})
+BESIDE="--peer vllm --gpu-memory-utilization 0.45"
 
 part_tests() { "$PYTHON" -m pytest -q -p no:cacheprovider -W ignore $(grep -lE 'needs (a|two) CUDA device' -r tests --include='*.py' | sort); }
-part_tune() { pagecast bench kernels --results "$RESULTS" --tune llama8b; }
-part_kernels() { pagecast bench kernels --results "$RESULTS"; }
-part_ours() { offline --random-weights llama8b "${LLAMA[@]}" && offline --random-weights smol135m "${SMOL[@]}"; }
-part_beside() {
-    offline --random-weights llama8b --peer vllm --gpu-memory-utilization 0.45 "${LLAMA[@]}"
-    offline --random-weights smol135m --peer vllm --gpu-memory-utilization 0.45 "${SMOL[@]}"
+part_tune() { limited 600 bench kernels --results "$RESULTS" --tune llama8b; }
+part_kernels() { limited 600 bench kernels --results "$RESULTS"; }
+part_ours8b() { offline 600 llama8b $LLAMA; }
+part_ours135m() { offline 300 smol135m $SMOL; }
+part_beside8b() { offline 900 llama8b $BESIDE $LLAMA; }
+part_beside135m() { offline 600 smol135m $BESIDE $SMOL; }
+part_defaults() {
+    limited 300 bench throughput --random-weights llama8b --peer vllm --peer-only --peer-defaults --workload chat --repetitions 1 --warmup 0 \
+        --json "$RESULTS"
 }
-part_defaults() { pagecast bench throughput --random-weights llama8b --peer vllm --peer-only --peer-defaults --workload chat --repetitions 1 --warmup 0 --json "$RESULTS"; }
 part_static() {
-    pagecast bench throughput --random-weights llama8b --peer transformers --gpu-memory-utilization 0.45 --workload seed64 --limit 64 \
+    limited 300 bench throughput --random-weights llama8b --peer transformers --gpu-memory-utilization 0.45 --workload seed64 --limit 64 \
         --max-num-seqs 64 --repetitions 1 --warmup 0 --json "$RESULTS"
 }
-part_invariant() { offline --random-weights llama8b --peer batch_invariant --gpu-memory-utilization 0.45 --workload single --workload decode; }
+part_invariant() { offline 600 llama8b --peer batch_invariant --gpu-memory-utilization 0.45 --workload single --workload decode; }
 part_plans() { # steps of a plan: one, or as many as nothing else asks for
-    for steps in 1 0; do offline --random-weights llama8b --workload single --workload decode --set max_steps_per_plan=$steps; done
+    for steps in 1 0; do offline 300 llama8b --workload single --workload decode --set max_steps_per_plan=$steps; done
 }
-part_startup() { pagecast bench startup --random-weights llama8b --checkpoint "$WORK/llama8b" --starts 2 --json "$RESULTS"; }
+part_startup() { # with kernels of its own, so that the first start is one
+    TRITON_CACHE_DIR="$WORK/kernels" limited 400 bench startup --random-weights llama8b --checkpoint "$WORK/llama8b" --tokenizer "$TOKENIZER" \
+        --starts 3 --json "$RESULTS"
+}
+part_quantized() { limited 900 bench quantized --results "$RESULTS"; }
 
-# Both servers on this GPU at once, asked in turn.
-served() { # SHAPE, then options of `bench serve`, runs separated by --
-    local shape=$1 up=0
-    shift
-    "$PYTHON" -c "import sys; sys.path.insert(0, 'client'); from pagecast.bench import model_shapes; model_shapes.write('$shape', '$WORK')"
-    "$PYTHON" -m vllm.entrypoints.openai.api_server --model "$WORK/$shape" --tokenizer "$TOKENIZER" --load-format dummy --max-num-seqs 256 \
-        --gpu-memory-utilization 0.45 --port 8001 >"$WORK/peer.log" 2>&1 &
-    local peer=$!
-    pagecast serve --random-weights "$WORK/$shape" --tokenizer "$TOKENIZER" --served-model-name "$shape" --port 50061 --num-frontends 4 \
-        --gpu-memory-utilization 0.45 >"$WORK/serve.log" 2>&1 &
-    local own=$!
-    for _ in $(seq 240); do
+# Both servers on this GPU at once, asked in turn; ours first, because both measure what memory is free. Without a peer ours is measured alone.
+ended() { # a server, which is a process group: told twice not to drain, then killed
+    for signal in TERM TERM - - - - - - - - - - - - - - - - - - KILL; do
+        [ "$signal" = - ] || kill "-$signal" "$1" 2>/dev/null
         sleep 1
-        if curl -sf localhost:8001/health >/dev/null && grep -q '^serving' "$WORK/serve.log"; then up=1 && break; fi
-        kill -0 "$own" 2>/dev/null || break
+        kill -0 -- "-$1" 2>/dev/null || break
     done
-    if [ "$up" = 1 ]; then
-        while [ $# -gt 0 ]; do
-            local run=()
-            while [ $# -gt 0 ] && [ "$1" != -- ]; do run+=("$1") && shift; done
-            [ $# -gt 0 ] && shift
-            timeout 150 "$PYTHON" -m pagecast.cli.main bench serve --target 127.0.0.1:50061 --peer-url http://127.0.0.1:8001 --name "$shape" \
-                --json "$RESULTS" "${run[@]}"
-        done
-    else
-        tail -n 5 "$WORK/serve.log" "$WORK/peer.log"
+    kill -KILL -- "-$1" 2>/dev/null
+    wait "$1" 2>/dev/null
+}
+within() { # SECONDS, process, then what is true once that process serves
+    local until=$((SECONDS + $1)) process=$2
+    shift 2
+    while [ "$SECONDS" -lt "$until" ] && kill -0 "$process" 2>/dev/null; do "$@" && return 0; sleep 1; done
+    return 1
+}
+served() { # SHAPE, first of two ports, then options of `bench serve`, runs separated by --
+    local shape=$1 port=$2 logs="$RESULTS/servers-$1" status=0 beside=() began=$SECONDS
+    shift 2
+    "$PYTHON" -c "import sys; sys.path.insert(0, 'client'); from pagecast.bench import model_shapes; model_shapes.write('$shape', '$WORK')"
+    : >"$logs.log"
+    set -m # each server a process group of its own
+    "$PYTHON" -m pagecast.cli.main serve --random-weights "$WORK/$shape" --tokenizer "$TOKENIZER" --served-model-name "$shape" \
+        --port "$port" --num-frontends 4 --gpu-memory-utilization 0.45 >"$logs.log" 2>&1 &
+    local own=$!
+    if ! within 150 "$own" grep -q '^serving' "$logs.log"; then
+        tail -n 5 "$logs.log"
+        status=1 && set --
     fi
-    kill -INT "$own" 2>/dev/null
-    kill "$peer" 2>/dev/null
-    wait "$own" "$peer"
+    "$PYTHON" -m vllm.entrypoints.openai.api_server --model "$WORK/$shape" --tokenizer "$TOKENIZER" --load-format dummy --max-num-seqs 256 \
+        --gpu-memory-utilization 0.45 --port $((port + 1)) >"$logs-peer.log" 2>&1 &
+    local peer=$!
+    set +m
+    if [ $# -gt 0 ] && within 240 "$peer" curl -sf -o "$WORK/health" "localhost:$((port + 1))/health"; then
+        beside=(--peer-url "http://127.0.0.1:$((port + 1))")
+    else
+        tail -n 5 "$logs-peer.log"
+    fi
+    echo "servers of $shape after $((SECONDS - began)) s; peer: ${beside[*]:-none}"
+    while [ $# -gt 0 ]; do
+        local run=()
+        while [ $# -gt 0 ] && [ "$1" != -- ]; do run+=("$1") && shift; done
+        [ $# -gt 0 ] && shift
+        limited 180 bench serve --target "127.0.0.1:$port" --name "$shape" --repetitions "$REPETITIONS" --json "$RESULTS" "${beside[@]}" \
+            "${run[@]}" || status=1
+    done
+    ended "$own"
+    ended "$peer"
+    return $status
 }
-part_servers() {
-    served llama8b_text --rate 24 --num-prompts 240 -- --num-prompts 600
-    served smol135m --num-prompts 600 --clients 4
-}
+part_servers8b() { served llama8b_text 50061 --rate 24 --num-prompts 240 -- --num-prompts 600; }
+part_servers135m() { served smol135m 50071 --num-prompts 600 --clients 4; }
 
 status=0
 for part in "$@"; do
@@ -76,6 +109,8 @@ for part in "$@"; do
 done
 for part in "$@"; do
     echo "== $part $(date +%T)"
+    began=$SECONDS
     "part_$part" || status=1
+    echo "== $part took $((SECONDS - began)) s"
 done
 exit $status

@@ -2,8 +2,11 @@
 rank 0 spent them on."""
 
 import argparse
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-weights", metavar="SHAPE", help="a model shape instead of a model")
     parser.add_argument("--checkpoint", metavar="FOLDER",
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
+    parser.add_argument("--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="for --checkpoint, which has none; the prompt is ids")
     parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; the last is reported as the warm one")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
 
@@ -26,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Start:
     """Seconds from the call to SERVING and to the first token of a 16-token prompt; kv_tokens: tokens the KV pool holds. phases: seconds
     that rank 0 was in each, by name: `start` is everything before its first report (spawning, imports, reading headers), `join`
-    everything after its last."""
+    everything after its last report (its log goes on in the results folder)."""
 
     serving_s: float
     first_token_s: float
@@ -61,15 +65,15 @@ class Phases:
         return {name: round(after - at, 2) for name, at, after in zip([*names, "join"], times, times[1:], strict=False)}
 
 
-def one_start(model: dict[str, str]) -> Start:
-    """model: options that name it."""
+def one_start(model: dict[str, str], log: Callable[[str, str], None]) -> Start:
+    """model: options that name it. log: told every line of a process, after its name."""
     from pagecast import cluster
     from pagecast.sampling import SamplingParams
     from pagecast.sync import Client
 
     begin = time.perf_counter()
     phases = Phases({"start": begin})
-    with cluster.PrivateCluster(cluster.settings(**model), cluster.Watch(phases.note)) as private:
+    with cluster.PrivateCluster(cluster.settings(**model), cluster.Watch(phases.note, log)) as private:
         now = time.perf_counter()
         serving, spent = now - begin, phases.seconds(now)
         with Client(private.target) as client:
@@ -79,11 +83,18 @@ def one_start(model: dict[str, str]) -> Start:
         return Start(round(serving, 2), round(first, 2), pool, spent)
 
 
-def write_checkpoint(folder: str, shape: str) -> None:
-    """A sharded safetensors checkpoint of random bfloat16 weights, in transformers' layout. Leaves what is there already."""
-    path = Path(folder)
-    if list(path.glob("*.safetensors")):
+def make_checkpoint(folder: str, shape: str) -> None:
+    """Write a checkpoint in a process that has ended, and left the device, before anything starts. Leaves what is there already."""
+    if list(Path(folder).glob("*.safetensors")):
         return
+    begin = time.perf_counter()
+    code = f"import sys; from {__name__} import write_checkpoint; write_checkpoint(*sys.argv[1:])"
+    subprocess.run([sys.executable, "-c", code, folder, shape], check=True)
+    print(f"checkpoint written in {time.perf_counter() - begin:.1f} s", flush=True)
+
+
+def write_checkpoint(folder: str, shape: str) -> None:
+    """Sharded safetensors files of random bfloat16 weights, in transformers' layout."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -97,14 +108,15 @@ def write_checkpoint(folder: str, shape: str) -> None:
 def run(args: argparse.Namespace) -> int:
     name = args.random_weights or args.model
     starts = []
-    with tempfile.TemporaryDirectory() as folder:
+    Path(args.json).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, (Path(args.json) / f"startup-{name}.log").open("w") as log:
         if args.checkpoint:
-            write_checkpoint(args.checkpoint, name)
-            model = {"model": args.checkpoint, "tokenizer": DEFAULT_MODEL}  # any that is there: the prompt is ids
+            make_checkpoint(args.checkpoint, name)
+            model = {"model": args.checkpoint, "tokenizer": args.tokenizer}
         else:
             model = {"random_weights": model_shapes.write(name, folder)} if args.random_weights else {"model": name}
         for number in range(args.starts):
-            start = one_start(model)
+            start = one_start(model, lambda process, line: print(f"{process}: {line}", file=log, flush=True))
             starts.append(asdict(start))
             print(f"start {number + 1}: serving after {start.serving_s} s, first token after {start.first_token_s} s; rank 0: "
                   + ", ".join(f"{phase} {seconds} s" for phase, seconds in start.phases.items()), flush=True)

@@ -50,4 +50,5 @@ def _model_for(role: str, given: dict[str, Any]) -> str:
     name = str(given["model"])
     if not name or given.get("executor") == "oracle" or given.get("random_weights"):
         return name
-    return str(models.resolve(name))
+    found = models.tokenizer(name) if role == options.FRONTEND else models.resolve(name)
+    return str(found)
