@@ -67,12 +67,16 @@ def test_report_is_red_while_a_bar_is_missed_or_unmeasured(tmp_path: Path, value
 
 
 def test_metric_names_carry_the_ratio_to_the_peer() -> None:
-    args = argparse.Namespace(tensor_parallel_size=1, random_weights="llama8b", peer="vllm", peer_only=False, peer_defaults=False)
+    given = {"tensor_parallel_size": 1, "random_weights": "llama8b", "peer": "vllm", "peer_only": False, "peer_defaults": False}
+    args = argparse.Namespace(**given, limit=None)
     work = [([1] * 10, 20)]
     ours, peer = bench_throughput.figures([2.0, 1.0, 3.0], 20, work), bench_throughput.figures([4.0] * 3, 20, work)
     metrics = bench_throughput.metrics_of(args, {"chat": {"pagecast": ours, "vllm": peer}})
     assert metrics["throughput.llama8b.chat.ratio_vllm"] == 2.0
     assert metrics["throughput.llama8b.chat.pagecast.out_tok_s"] == 10.0
+    args.limit = 1  # another workload, whose figures are not to be taken for those of the whole one
+    metrics = bench_throughput.metrics_of(args, {"chat": {"pagecast": ours, "vllm": peer}})
+    assert all(name.startswith("throughput.llama8b.chat.first1.") for name in metrics)
 
 
 def test_plot_is_drawn(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def write_checkpoint(folder: str, shape: str) -> None:
     model.save_pretrained(folder, max_shard_size="4GB")
 
 
+def metrics_of(name: str, starts: list[dict[str, Any]]) -> dict[str, float]:
+    """startup.NAME.first and .last: seconds, also of the phases; startup.NAME.kv_tokens."""
+    metrics: dict[str, float] = {f"startup.{name}.kv_tokens": starts[-1]["kv_tokens"]}
+    for which, found in (("first", starts[0]), ("last", starts[-1])):
+        shown = {key: value for key, value in found.items() if key not in ("kv_tokens", "phases")}
+        shown |= {f"phases.{phase}": seconds for phase, seconds in found["phases"].items()}
+        metrics |= {f"startup.{name}.{which}.{key}": value for key, value in shown.items()}
+    return metrics
+
+
 def run(args: argparse.Namespace) -> int:
     name = args.random_weights or args.model
     starts = []
@@ -120,11 +130,5 @@ def run(args: argparse.Namespace) -> int:
             starts.append(asdict(start))
             print(f"start {number + 1}: serving after {start.serving_s} s, first token after {start.first_token_s} s; rank 0: "
                   + ", ".join(f"{phase} {seconds} s" for phase, seconds in start.phases.items()), flush=True)
-    metrics: dict[str, Any] = {}
-    for which, found in (("first", starts[0]), ("last", starts[-1])):
-        shown = {key: value for key, value in found.items() if key not in ("kv_tokens", "phases")}
-        shown |= {f"phases.{phase}": seconds for phase, seconds in found["phases"].items()}
-        metrics |= {f"startup.{name}.{which}.{key}": value for key, value in shown.items()}
-    metrics[f"startup.{name}.kv_tokens"] = starts[-1]["kv_tokens"]
-    print(f"written to {results.write(args.json, f'startup-{name}', metrics, {'starts': starts})}")
+    print(f"written to {results.write(args.json, f'startup-{name}', metrics_of(name, starts), {'starts': starts})}")
     return 0

@@ -122,10 +122,10 @@ def shape_name(args: argparse.Namespace) -> str:
 def metrics_of(args: argparse.Namespace, table: Table) -> dict[str, float]:
     """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time.
 
-    Over several GPUs SHAPE ends in -tp and their number."""
+    Over several GPUs SHAPE ends in -tp and their number; of the first N requests alone WORKLOAD ends in .firstN."""
     metrics: dict[str, float] = {}
     for load, row in table.items():
-        start = f"throughput.{shape_name(args)}.{load}"
+        start = f"throughput.{shape_name(args)}.{load}" + (f".first{args.limit}" if args.limit else "")
         for engine, cells in row.items():
             name = f"{engine}-defaults" if args.peer_defaults and engine == args.peer else engine
             metrics |= {f"{start}.{name}.{key}": value for key, value in cells.items()}
