@@ -105,6 +105,7 @@ def start_precompilation(
             compilers.dismiss()
         return None
     try:
+        tell_of_compilations()
         return Precompilation(config, shape, scheme, dtype, max_blocks, device, compilers)
     except (OSError, RuntimeError, AttributeError) as error:
         _log.warning("kernels are not compiled ahead", error=type(error).__name__)

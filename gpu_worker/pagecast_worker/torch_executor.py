@@ -32,7 +32,7 @@ from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import Ranks
-from pagecast_worker.precompile import start_precompilation, tell_of_compilations
+from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.results import Arrays, Kept, PromptPart, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
 from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
@@ -114,8 +114,6 @@ class TorchExecutor:
             self._enter("kernels")
             if ahead is not None:
                 ahead.wait()
-            if self.backend.is_cuda:
-                tell_of_compilations()
             if self._group is not None:
                 self._group.wait_for_all("weights")
             num_blocks = self._allocate()

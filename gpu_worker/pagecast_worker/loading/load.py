@@ -1,6 +1,7 @@
 """From a path to a model whose weights are on the device."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,13 +75,9 @@ def check_split(model: ModelConfig, ranks: Ranks) -> None:
 
 
 def load_model(
-    config: WorkerConfig,
-    checkpoint: Checkpoint | RandomWeights,
-    ranks: Ranks,
-    device: torch.device,
-    dtype: torch.dtype,
+    config: WorkerConfig, checkpoint: Checkpoint | RandomWeights, ranks: Ranks, device: torch.device, dtype: torch.dtype,
     report: ReportProgress,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Allocate and fill. Reports bytes of weights under phase "weights"."""
     family, longest = architecture(checkpoint.config.architecture), max_model_len(config, checkpoint.config)
     quantizer = None
@@ -107,10 +104,7 @@ def load_model(
         report(LoadProgress(rank=config.rank, phase="weights", done=done, total=total))
 
     if isinstance(checkpoint, SafetensorsCheckpoint) and quantizer is None and device.type == "cuda":
-        where = streaming.extents(checkpoint.paths)
-        fast = [source for source in sources if streaming.streamable(source, where.get(source.name))]
-        streaming.Stream(device).fill(streaming.pieces(fast, where), lambda piece: note(piece.place().numel()))
-        sources = [source for source in sources if not streaming.streamable(source, where.get(source.name))]
+        sources = _stream(checkpoint, sources, device, note)
     for source in sources:
         product = products.get(id(source.parameter))
         part: Stored | Tensor | None = None
@@ -128,6 +122,14 @@ def load_model(
     if config.kv_cache_dtype == "fp8":
         scale_cache(model, checkpoint, names)
     return Loaded(model, _digest(config, checkpoint.identity()))
+
+
+def _stream(checkpoint: SafetensorsCheckpoint, sources: list[Source], device: torch.device, note: Callable[[int], None]) -> list[Source]:
+    """Fill what can go from the files to the device piece by piece; the rest is returned. note: told how many values came."""
+    where = streaming.extents(checkpoint.paths)
+    fast = [source for source in sources if streaming.streamable(source, where.get(source.name))]
+    streaming.Stream(device).fill(streaming.pieces(fast, where), lambda piece: note(piece.place().numel()))
+    return [source for source in sources if not streaming.streamable(source, where.get(source.name))]
 
 
 def _digest(config: WorkerConfig, identity: str) -> str:
