@@ -43,6 +43,7 @@ class Backend:
             torch.cuda.set_device(device)  # Triton launches on the current device
         self.dtype = dtype_named(group.agreed("dtype", lambda: self._dtype_name(shape)) if group else self._dtype_name(shape))
         self.use_graphs = self.is_cuda and not config.enforce_eager and (group is None or group.is_device)
+        self.measured_products = False
         self.clear_blocks = not self.is_cuda
         """Kernels mask what lies beyond a row's length; the CPU's products over whole blocks need finite values there."""
 
@@ -57,7 +58,7 @@ class Backend:
             from pagecast_kernels import products
             from pagecast_worker.cuda_staging import CudaStaging
 
-            products.prepare(self.device)
+            self.measured_products = products.prepare(self.device)
             self.ops = cuda_operators(self.config, model, self.device)
             self.staging = CudaStaging(self.device, self.config.max_num_seqs)
         else:

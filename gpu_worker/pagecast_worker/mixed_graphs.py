@@ -22,8 +22,10 @@ from pagecast_worker.step_outputs import Decoded
 CAPTURE_SECONDS = 6.0
 """What capturing may take at start; sizes beyond that stay without a graph."""
 MAX_CHUNKS = 64
-TOKEN_SIZES = (*range(64, 448, 64), *range(512, 1024, 64), *range(1024, 2048, 256), *range(2048, 4097, 512))
-"""Without 448: cuBLAS needs longer for so many rows than for 512 (H200, 8B parameters: 14.2 ms and 12.0)."""
+TOKEN_SIZES = (*range(64, 832, 64), 896, 960, *range(1024, 2048, 256), *range(2048, 4097, 512))
+"""Without 832: products of so many rows take longer than of 896 (H200, 8B parameters, a layer's four: 583 us and 541)."""
+_SLOW_GUESS = 448
+"""By the library's own guess of an algorithm, products of so many rows take longer than of 512 (there, a step: 14.2 ms and 12.0)."""
 HOST_BOUND_WORK = 8e12
 """Parameters times tokens up to which a step may be limited by launching it: about 30 ms of a large GPU's products."""
 
@@ -115,14 +117,17 @@ def empty_step(size: Size, padding: int) -> NDArray[np.int32]:
     return np.concatenate([np.full(places, fill, dtype=np.int32) for fill, places in zip(fills, size.parts(), strict=True)])
 
 
-def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: int) -> list[Size]:
-    """The sizes to capture: as many tokens as launching can be the limit for, in steps as fine as products can tell apart."""
+def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: int, measured: bool = False) -> list[Size]:
+    """The sizes to capture: as many tokens as launching can be the limit for, in steps as fine as products can tell apart.
+
+    measured: products go by a measured table, not by the library's guesses.
+    """
     most = HOST_BOUND_WORK / max(num_parameters, 1)
     largest = next((size for size in TOKEN_SIZES if size >= max_num_batched_tokens), TOKEN_SIZES[-1])
     return [
         Size(tokens, min(tokens, max_num_seqs), min(max(tokens // 16, 8), MAX_CHUNKS, max_num_seqs), min(tokens, max_num_seqs))
         for tokens in TOKEN_SIZES
-        if tokens <= largest and (tokens <= most or tokens == TOKEN_SIZES[0])
+        if tokens <= largest and (tokens <= most or tokens == TOKEN_SIZES[0]) and (measured or tokens != _SLOW_GUESS)
     ]
 
 

@@ -219,7 +219,7 @@ def launch_all(request: dict[str, Any]) -> None:
         for size in [size for size in buckets(config.max_num_seqs) if size % 64 == 0 and size >= SMALLEST_BATCH]:
             shared = sharing.view(size, torch.zeros(sharing.words(size), dtype=torch.int32, device=device))
             TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)
-    for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token()):
+    for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token(), measured=True):
         TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
 
 

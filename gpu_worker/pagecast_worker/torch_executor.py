@@ -179,7 +179,8 @@ class TorchExecutor:
         """Graphs of decode steps and of mixed ones, over one memory pool: at most one of them runs at a time."""
         config, padding = self.config, self.state.padding
         pool = torch.cuda.graph_pool_handle()
-        sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, self.model.parameters_of_a_token())
+        work = self.model.parameters_of_a_token()
+        sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, work, self.backend.measured_products)
         mixed = MixedGraphs(self._padded, sizes, padding, self.device)
         sharing = None if config.batch_invariant else sharing_for(self.model, self.dtype)
         graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device, sharing)

@@ -11,10 +11,12 @@ _preferred = ""
 _table: product_table.ProductTable | None = None
 
 
-def prepare(device: torch.device) -> None:
-    """Take the measured algorithms for this device, if there are any, and the scratch memory they share. Once, before any graph."""
+def prepare(device: torch.device) -> bool:
+    """Take the measured algorithms for this device, if there are any, and the scratch memory they share. Once, before any graph.
+    Whether there are any."""
     global _table
     _table = product_table.load(device)
+    return _table is not None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -82,3 +82,5 @@ def test_sizes_suit_the_model():
     assert max(size.tokens for size in large) <= 1000
     assert all(size.samples <= 256 and size.decodes <= size.tokens and size.chunks <= size.tokens for size in small + large)
     assert {size.decodes for size in sizes_for(5, 2048, 1)} == {5}
+    measured = sizes_for(256, 16384, 8_000_000_000, measured=True)
+    assert {size.tokens for size in measured} - {size.tokens for size in large} == {448}
