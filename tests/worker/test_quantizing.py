@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from worker.family_model import PROMPT, Forward, executor_for, write_family
 
 from pagecast_worker.executor import LoadError
+from pagecast_worker.loading import stored
 from pagecast_worker.loading.stored import rounded
 from pagecast_worker.quantizing import rounding
 from pagecast_worker.quantizing.calibration import sequences_of
@@ -40,6 +41,26 @@ def test_errors_of_gptq_cost_less_than_those_of_rounding():
     assert float(((scaled - weight) @ hessian * (scaled - weight)).sum()) <= plain
     # Where inputs tell nothing apart, neither can do better than rounding with the best scales.
     assert cost(rounding.gptq(weight, hessian * 0 + torch.eye(192), 192, torch.float16, "")) > 0
+
+
+def test_scales_of_eight_bits_cost_less_than_those_of_the_largest_magnitude(monkeypatch):
+    weight = torch.randn(96, 192, generator=torch.Generator().manual_seed(1))
+    weight[5] = 0.0
+    importance = torch.arange(192.0).remainder(64).pow(4)
+    largest = weight.abs().amax(1, keepdim=True) / 448
+
+    def errors(scales: torch.Tensor) -> torch.Tensor:
+        return (stored.fp8_values(weight, scales.clamp(min=1e-10)).float() * scales - weight).square()
+
+    plain, weighed = stored.fp8_scales(weight), stored.fp8_scales(weight, importance)
+    for scales in (plain, weighed):
+        assert bool(((scales >= largest) & (scales < 2 * largest.clamp(min=1e-9))).all())
+    assert bool((errors(plain).sum(1) <= 1.001 * errors(largest).sum(1)).all())
+    assert float(errors(plain).sum()) < 0.93 * float(errors(largest).sum())
+    assert float((errors(weighed) @ importance).sum()) < 0.97 * float((errors(plain) @ importance).sum())
+    assert torch.equal(rounded(weight, "fp8", 0, "").scales, plain)
+    monkeypatch.setattr(stored, "_ELEMENTS_AT_ONCE", (1000, 1000))
+    assert torch.equal(stored.fp8_scales(weight, importance), weighed)
 
 
 @pytest.mark.parametrize(("method", "name"), [

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagecast_kernels.quantized_weights import FP8_MAX, grouped
-from pagecast_worker.loading.stored import Stored
+from pagecast_kernels.quantized_weights import grouped
+from pagecast_worker.loading.stored import Stored, fp8_scales, fp8_values
 
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """What a symmetric scale is tried at, of the one that holds the largest value."""
@@ -57,10 +57,10 @@ def gptq(weight: Tensor, hessian: Tensor, group: int, dtype: torch.dtype, name: 
 def gptq_fp8(weight: Tensor, hessian: Tensor, name: str) -> Stored:
     """The same onto e4m3, with a scale for each row."""
     work, hessian = _used(weight, hessian)
-    scales = (work.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=1e-10)
+    scales = fp8_scales(work, hessian.diagonal())
 
     def nearest_fp8(column: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        value = (column / scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        value = fp8_values(column, scale)
         return value.view(torch.uint8), value.float() * scale
 
     return Stored("fp8", _in_order(work, hessian, scales, weight.shape[1], nearest_fp8), scales, None, 0, None, name)
