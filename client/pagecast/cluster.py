@@ -5,6 +5,8 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +23,11 @@ START_TIMEOUT_S = 900.0
 
 MAX_FRONTENDS = 256
 
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"), int: ((Integral,), "a whole number"), float: ((Real,), "a number"), str: ((str, PathLike), "a text"),
+}
+"""Of an option's values in Python: what they may be instances of, and in words."""
+
 _EXIT_MARGIN_S = 5.0
 """What a front end needs to close after its drain."""
 
@@ -31,11 +38,13 @@ _GATEWAY_GRACE_S = 40.0
 def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     """All options of `serve` with `given` over the defaults, and under "model" what the worker is to load.
 
-    Raises TypeError for a name that is no option, ModelNotFound or ModelUnreadable for the model.
+    Raises TypeError for a name that is no option and a value of another kind, ModelNotFound or ModelUnreadable for the model.
     """
     known = {option.name: option.default for option in options.of(options.SERVE)}
     if unknown := sorted(given.keys() - known.keys()):
         raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    for option in options.of(options.SERVE):
+        _check_kind(option, given.get(option.name))
     chosen = known | given
     if chosen["executor"] == "oracle":
         chosen["model"], name = "oracle", "oracle"
@@ -50,6 +59,12 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     if chosen["tokenizer"] is not None:
         chosen["tokenizer"] = str(models.tokenizer(chosen["tokenizer"]))
     return chosen
+
+
+def _check_kind(option: options.Option, value: Any) -> None:
+    wanted, words = _KINDS[option.kind]
+    if value is not None and (not isinstance(value, wanted) or (isinstance(value, bool) and option.kind is not bool)):
+        raise TypeError(f"{option.name} must be {words}, not {value!r}")
 
 
 def check(chosen: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pagecast.cli.parser import Parser
 from pagecast.errors import StartError
 
 NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e300", "9" * 30, "0.5")
-READS_NO_NUMBER = {"_text", "_pair", "str", "Names"}
+READS_NO_NUMBER = {"_text", "_pair", "str", "Names", "assignment"}
 LISTS = {"_bias": "7={}", "_ids": "{},7", "numbers": "{},7"}
 
 
@@ -105,6 +105,16 @@ def test_a_program_that_embeds_a_cluster_meets_the_ranges_too(option: options.Op
     chosen = cluster.settings(executor="oracle") | {option.name: value}
     with pytest.raises(StartError, match=option.name):
         cluster.check(chosen)
+
+
+@pytest.mark.parametrize(("option", "value", "said"), [
+    ("max_num_seqs", "16", "max_num_seqs must be a whole number, not '16'"), ("enforce_eager", 1, "enforce_eager must be True or False"),
+    ("max_num_seqs", True, "max_num_seqs must be a whole number"), ("cpu_kv_gib", "1", "cpu_kv_gib must be a number"),
+    ("device", 0, "device must be a text"),
+])
+def test_a_program_that_gives_another_kind_of_value_is_told_which(option: str, value: object, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        cluster.settings(executor="oracle", **{option: value})
 
 
 def test_a_configurations_words_name_flags() -> None:

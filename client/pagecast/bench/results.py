@@ -11,10 +11,13 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from pagecast.errors import PagecastError
 
 PACKAGES = ("pagecast", "torch", "triton", "transformers", "grpcio", "pyzmq", "msgspec", "numpy", "vllm")
 
@@ -61,6 +64,33 @@ def provenance(now: datetime) -> dict[str, Any]:
     command = "pagecast " + " ".join(shlex.quote(word) for word in sys.argv[1:])
     when = {"date": f"{now:%Y-%m-%d}", "time": f"{now:%H:%M:%S}Z"}
     return {"command": command} | when | {"machine": machine(), "versions": versions()}
+
+
+class CannotWrite(PagecastError):
+    """Figures would have nowhere to go."""
+
+    exit_code = 2
+
+
+def check_folder(folder: str | None) -> None:
+    """Before anything is measured: raises CannotWrite where `write` could not."""
+    try:
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise CannotWrite(f"cannot write results to {folder}: {error.strerror}") from None
+
+
+def check_file(path: str | None) -> None:
+    """The same for one file, whose folder is made."""
+    try:
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            open(path, "a").close()
+    except OSError as error:
+        raise CannotWrite(f"cannot write {path}: {error.strerror}") from None
 
 
 def write(folder: str, name: str, metrics: dict[str, float], details: dict[str, Any]) -> Path:

@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.file)
     output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     tasks = read_tasks(source)
+    if not tasks:
+        raise BadBatch(f"{source} has no request")
     done = answered(output)
     left = [task for task in tasks if task.custom_id not in done]
     if left:

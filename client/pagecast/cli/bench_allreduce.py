@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pagecast.bench import results
 
+    results.check_folder(args.results)
     ranks = args.ranks or torch.cuda.device_count() or 2
     if ranks < 2:
         print("pagecast bench allreduce: a sum needs at least two ranks, and here is one GPU", file=sys.stderr)

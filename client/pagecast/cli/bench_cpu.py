@@ -76,6 +76,7 @@ def seconds(work: Callable[..., object], *arguments: Any) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
+    results.check_folder(args.json)
     peer = Transformers(args.model)
     prompts = [peer.encode(f"A short article about {topic}.\n\nThe history of {topic} begins") for topic in TOPICS]
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)

@@ -115,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if args.tune:
         return tune(args)
+    results.check_folder(args.results)
     from pagecast_kernels import bench_products
 
     parts = args.parts

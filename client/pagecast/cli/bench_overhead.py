@@ -15,6 +15,7 @@ from typing import Any
 from pagecast.bench import engines, results
 from pagecast.bench.crowd import Process
 from pagecast.cli import bench_serve
+from pagecast.cli.options import assignment
 from pagecast.cli.quantities import ANY_COUNT, COUNT
 
 VOCAB_SIZE = 49152
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=COUNT, help="only the first N requests of a workload")
     parser.add_argument("--num-prompts", type=COUNT, default=600, help="of `serve` (default: %(default)s)")
     parser.add_argument("--tokenizer", help="of `serve`: a model whose tokenizer makes the ids (default: bytes)")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further serve option")
+    parser.add_argument("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a further serve option")
     parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 
@@ -137,6 +138,7 @@ def measure(run: Round, repetitions: int) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
+    results.check_folder(args.json)
     metrics: dict[str, float] = {}
     for workload in args.workload or ["short", "chat", SERVE]:
         with served(args) if workload == SERVE else offline(args, workload) as one:

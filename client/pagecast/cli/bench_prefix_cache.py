@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    results.check_folder(args.json)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     tokens = 0
     engines: dict[str, Pagecast] = {}

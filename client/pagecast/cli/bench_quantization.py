@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pagecast.bench import results
 
+    results.check_folder(args.results)
     text = text_of(args.text)
     judged, rest = text[: len(text) // 2], text[len(text) // 2 :]
     rows: list[tuple[str, float, float]] = []

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print("pagecast bench quantized: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
     parts = args.parts
+    results.check_folder(args.results)
     metrics: dict[str, float] = {}
     if "8b" in parts:
         seconds = {name: _seconds("llama8b", VARIANTS[name], args) for name in VARIANTS}

@@ -5,6 +5,7 @@ Exits non-zero while a bar is missed or was never measured. `--write` records re
 
 import argparse
 import json
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,13 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    targets = tomllib.loads(Path(args.targets).read_text())["target"]
-    records = results.read_all(args.results)
+    try:
+        targets = tomllib.loads(Path(args.targets).read_text())["target"]
+        records = results.read_all(args.results)
+    except (OSError, ValueError, KeyError) as error:
+        words = getattr(error, "strerror", None) or "it is not in the form of a targets file, or a result is not JSON"
+        print(f"pagecast bench report: cannot read {getattr(error, 'filename', None) or args.targets}: {words}", file=sys.stderr)
+        return 2
     table = Table("group", "target", "bar", "goal", "reached", "date", "verdict")
     found, missed = {}, 0
     for target in targets:

@@ -34,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write --json if given. Returns the exit code."""
+    results.check_folder(args.results)
+    results.check_file(args.json)
+    if args.nano_vllm is not None and not Path(args.nano_vllm, "nanovllm").is_dir():
+        raise results.CannotWrite(f"--nano-vllm {args.nano_vllm} is no checkout of nano-vllm")
     report: dict[str, Any] = {"decode_step_us": {}, "plan_bytes": {}}
     for num_running in RUNNING:
         micros, plan_bytes = min(_decode_round(num_running) for _ in range(ROUNDS))

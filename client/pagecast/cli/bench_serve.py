@@ -9,6 +9,7 @@ import numpy as np
 from pagecast.bench import load, results
 from pagecast.bench.load_process import Generators
 from pagecast.cli.quantities import COUNT, Number
+from pagecast.sync import Client
 
 WORDS = ["time", "river", "stone", "light", "paper", "green", "house", "window", "summer", "night", "water", "music", "story", "letter"]
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tpot-limit-ms", type=Number(above=0), help="and this")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
     parser.add_argument("--plot", metavar="FILE.png", help="draw latency against rate")
+    parser.set_defaults(usage_error=parser.error)
 
 
 def make_asks(args: argparse.Namespace, rate: float | None, repetition: int) -> list[load.Ask]:
@@ -111,6 +113,13 @@ def plot(path: str, points: list[tuple[float | None, dict[str, dict[str, Any]]]]
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.peer_only and args.peer_url is None:
+        args.usage_error("--peer-only needs --peer-url")
+    results.check_folder(args.json)
+    results.check_file(args.plot)
+    if not args.peer_only:
+        with Client(args.target) as client:
+            client.health(timeout=10.0)  # or it is said why there is none, not by every request
     points = measure_all(args)
     details = {"points": [{"rate": rate, "engines": row} for rate, row in points]}
     path = results.write(args.json, f"serve-{args.name}", metrics_of(args.name, points), details)

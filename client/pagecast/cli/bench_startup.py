@@ -18,12 +18,14 @@ from pagecast.models import DEFAULT_MODEL
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--random-weights", metavar="SHAPE", help="a model shape instead of a model")
+    parser.add_argument("--random-weights", choices=model_shapes.SHAPES, metavar="SHAPE",
+                        help=f"a model shape instead of a model: {', '.join(model_shapes.SHAPES)}")
     parser.add_argument("--checkpoint", metavar="FOLDER",
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="for --checkpoint, which has none; the prompt is ids")
     parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; the last is reported as the warm one")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
+    parser.set_defaults(usage_error=parser.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,11 @@ def metrics_of(name: str, starts: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.checkpoint and not args.random_weights:
+        args.usage_error("--checkpoint needs --random-weights")
+    results.check_folder(args.json)
     name = args.random_weights or args.model
     starts = []
-    Path(args.json).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, (Path(args.json) / f"startup-{name}.log").open("w") as log:
         if args.checkpoint:
             make_checkpoint(args.checkpoint, name)

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    results.check_folder(args.json)
     from pagecast import cluster
     from pagecast_scheduler.launch.events import ChildStarted, Event
 

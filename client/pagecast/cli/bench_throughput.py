@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import Engine, EngineOptions, Invariant, Pagecast, Peer
 from pagecast.bench.progress import Progress
+from pagecast.cli.options import assignment
 from pagecast.cli.quantities import ANY_COUNT, COUNT, SHARE, Whole
 
 WORKLOADS = ("chat", "seed64", "decode", "prefill", "prefix", "uniform64", "single", "short")
@@ -32,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-turn", action="store_true", help="the peer after ours has ended: where memory does not hold both")
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, help="GPUs of each engine")
     parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a further serve option of ours")
+    parser.add_argument("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a serve option of ours")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
+    parser.set_defaults(usage_error=parser.error)
 
 
 def figures(seconds: list[float], tokens: int, work: list[tuple[list[int], int]]) -> dict[str, float]:
@@ -74,6 +76,9 @@ def measure(engines: list[Engine], workload: str, args: argparse.Namespace, prog
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.peer is None and (args.peer_only or args.peer_defaults or args.in_turn):
+        args.usage_error("--peer-only, --peer-defaults and --in-turn need --peer")
+    results.check_folder(args.json)
     if args.repetitions < 3:
         print("note: fewer than three repetitions; the median is not to be published")
     options = EngineOptions(

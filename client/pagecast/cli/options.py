@@ -186,6 +186,21 @@ def _from_environment(parser: argparse.ArgumentParser, option: Option) -> Any:
     return value
 
 
+def assignment(text: str) -> str:
+    """An argparse type: NAME=VALUE of a serve option, as a measurement passes it on."""
+    name, sign, value = text.partition("=")
+    option = next((option for option in of(SERVE) if option.name == name.replace("-", "_")), None)
+    if option is None or not sign:
+        raise argparse.ArgumentTypeError(f"must be an option of serve, = and its value, not {text!r}")
+    if option.kind is bool and value not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{name} must be true or false, not {value!r}")
+    try:
+        _TYPES.get(option.kind, str)(value)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{name} {error}") from None
+    return text
+
+
 def values(args: argparse.Namespace, taker: str) -> dict[str, Any]:
     """The parsed options of one command, by field name."""
     return {option.name: getattr(args, option.name) for option in of(taker)}

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             _write_tokenizer(source, job.out)
     except LoadError as error:
         raise CannotQuantize(str(error)) from None
+    except OSError as error:
+        raise CannotQuantize(f"cannot write to {args.out}: {error.strerror}") from None
     finally:
         progress.close()
     print(f"{args.to} checkpoint in {args.out}")

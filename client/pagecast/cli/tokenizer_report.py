@@ -15,13 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     load = import_module("pagecast_scheduler.frontend.tokenizer").load_tokenizer
+    paths = [str(models.resolve(name)) for name in args.model]
     print("tokens per character".ljust(24), *(f"{name:>10}" for name in SAMPLES), f"{'zh : en':>10}", "  vocabulary")
     wrong = 0
-    for name in args.model:
+    for name, path in zip(args.model, paths, strict=True):
         try:
-            tokenizer = load(str(models.resolve(name)))
+            tokenizer = load(path)
         except (OSError, ValueError, KeyError) as error:
-            print(f"pagecast tokenizer-report: {name}: no tokenizer can be made of it ({type(error).__name__})", file=sys.stderr)
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            print(f"pagecast tokenizer-report: {name}: no tokenizer can be made of it: {reason}", file=sys.stderr)
             wrong = 1
             continue
         costs = {language: cost(tokenizer, text) for language, text in SAMPLES.items()}

@@ -111,8 +111,8 @@ _MOST = {
     "tensor_parallel_size": 1024,
     "max_num_seqs": 1 << 16,
     "max_num_batched_tokens": 1 << 24,
-    "max_queued_requests": 1 << 48,
-    "max_queued_tokens": 1 << 48,
+    "max_queued_requests": 2**31 - 1,
+    "max_queued_tokens": 2**31 - 1,
     "max_plans_in_flight": 64,
     "max_steps_per_plan": 1024,
 }
