@@ -3,7 +3,8 @@
 # Parts may run at the same time on different GPUs (CUDA_VISIBLE_DEVICES). Every command has a time limit, and leaves nothing behind.
 # RESULTS: folder for result files and logs (default: benchmarks/results). PYTHON: the interpreter that has torch, and vLLM where it is
 # compared. TOKENIZER: folder with SmolLM2's tokenizer.json, for servers. REPETITIONS: of each workload (default: 3). LLAMA, SMOL: the
-# workloads of the 8B and 135M shapes (default: all that have a target).
+# workloads of the 8B and 135M shapes (default: all that have a target). UNTIL: Unix time at which everything is to end; workloads that are
+# done by then are kept.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 RESULTS=${RESULTS:-benchmarks/results}
@@ -14,8 +15,15 @@ export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 PYTH
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$RESULTS"
+left() { # at most SECONDS
+    local rest=$((${UNTIL:-9999999999} - $(date +%s)))
+    echo $((rest < $1 ? rest : $1))
+}
 limited() { # SECONDS, then a command of pagecast: interrupted then, so that it writes what it has
-    timeout -s INT -k 30 "$1" "$PYTHON" -m pagecast.cli.main "${@:2}"
+    local seconds
+    seconds=$(left "$1")
+    [ "$seconds" -gt 5 ] || { echo "no time left for: pagecast ${*:2}" && return 1; }
+    timeout -s INT -k 30 "$seconds" "$PYTHON" -m pagecast.cli.main "${@:2}"
 }
 offline() { # SECONDS, SHAPE, then options and workloads
     limited "$1" bench throughput --random-weights "$2" --repetitions "$REPETITIONS" --warmup 0 --json "$RESULTS" "${@:3}"
@@ -61,10 +69,13 @@ ended() { # a server, which is a process group: told twice not to drain, then ki
     wait "$1" 2>/dev/null
 }
 within() { # SECONDS, process, then what is true once that process serves
-    local until=$((SECONDS + $1)) process=$2
+    local until=$((SECONDS + $(left "$1"))) process=$2
     shift 2
     while [ "$SECONDS" -lt "$until" ] && kill -0 "$process" 2>/dev/null; do "$@" && return 0; sleep 1; done
     return 1
+}
+answers() { # URL
+    "$PYTHON" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$1" 2>/dev/null
 }
 served() { # SHAPE, first of two ports, then options of `bench serve`, runs separated by --
     local shape=$1 port=$2 logs="$RESULTS/servers-$1" status=0 beside=() began=$SECONDS
@@ -77,13 +88,15 @@ served() { # SHAPE, first of two ports, then options of `bench serve`, runs sepa
     local own=$!
     if ! within 150 "$own" grep -q '^serving' "$logs.log"; then
         tail -n 5 "$logs.log"
-        status=1 && set --
+        set +m
+        ended "$own"
+        return 1
     fi
     "$PYTHON" -m vllm.entrypoints.openai.api_server --model "$WORK/$shape" --tokenizer "$TOKENIZER" --load-format dummy --max-num-seqs 256 \
         --gpu-memory-utilization 0.45 --port $((port + 1)) >"$logs-peer.log" 2>&1 &
     local peer=$!
     set +m
-    if [ $# -gt 0 ] && within 240 "$peer" curl -sf -o "$WORK/health" "localhost:$((port + 1))/health"; then
+    if within 240 "$peer" answers "http://127.0.0.1:$((port + 1))/health"; then
         beside=(--peer-url "http://127.0.0.1:$((port + 1))")
     else
         tail -n 5 "$logs-peer.log"

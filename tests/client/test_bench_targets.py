@@ -20,6 +20,8 @@ PARTS = ("beside8b", "beside135m", "defaults", "static", "startup", "servers8b",
 RECORDER = """#!{python}
 import json, os, signal, sys
 words = sys.argv[1:]
+if words[0] == "-c":
+    os.execv(sys.executable, [sys.executable, *words])
 with open({log!r}, "a") as file:
     file.write(json.dumps(words) + "\\n")
 if words[2:4] == ["serve", "--random-weights"]:
