@@ -1,8 +1,12 @@
-"""The tiny model as a .gguf file."""
+"""Models as .gguf files: the tiny one, and any family's."""
+
+import re
 
 import gguf
 import torch
 from worker.tiny_model import TINY, weights
+
+from pagecast_worker.models.registry import architectures
 
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
@@ -57,3 +61,72 @@ def write(path, kind=gguf.GGMLQuantizationType.F32, leave_out=(), architecture="
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def with_stacked_experts(state):
+    """A checkpoint's tensors, with one for all experts of a layer in place of one for each."""
+    experts = re.compile(r"(.*\.experts)\.(\d+)(\.\w+\.weight)")
+    found = {key: experts.fullmatch(key) for key in state}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for key, match in found.items():
+        if match:
+            stacks.setdefault(match[1] + match[3], {})[int(match[2])] = state[key]
+    plain = {key: tensor for key, tensor in state.items() if not found[key]}
+    return plain | {key: torch.stack([parts[number] for number in sorted(parts)]) for key, parts in stacks.items()}
+
+
+def describe(writer, name, config, fields):
+    """The metadata that a family's files have."""
+    kind = architectures()[name].gguf
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base((config.rope_parameters["full_attention"] if kind == "gemma3" else config.rope_parameters)["rope_theta"])
+    if kind.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if "router" in architectures()[name].names:
+        writer.add_expert_count(fields.pop("expert_count", getattr(config, "num_local_experts", None) or config.num_experts))
+        writer.add_expert_used_count(fields.pop("expert_used_count", config.num_experts_per_tok))
+        if name == "Qwen3MoeForCausalLM":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        for field, value in fields.items():
+            getattr(writer, f"add_{field}")(value)
+
+
+def write_family_gguf(path, name, config, state, kind=gguf.GGMLQuantizationType.F32, split=False, architecture=None, **fields):
+    """A family's checkpoint as a .gguf file, with the names that the gguf library itself gives its tensors.
+
+    kind: of experts. split: a tensor for each expert, as files had until 2024. architecture: in place of the family's. fields: what
+    is told of the experts.
+    """
+    family = architectures()[name]
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, family.gguf.upper()), config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture or family.gguf)
+    describe(writer, name, config, fields)
+    for key, tensor in with_stacked_experts(state).items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if family.gguf == "llama" and part in key:
+                tensor = permuted(tensor, heads)
+        tensor = tensor + 1 if family.gguf.startswith("gemma") and "norm" in key else tensor
+        short, values = names.get_name(key, try_suffixes=(".weight", ".bias")), tensor.float().numpy()
+        if split and ".experts." in key:
+            for number, own in enumerate(values):
+                writer.add_tensor(short.replace("_exps.", f".{number}."), own)
+        elif ".experts." in key and kind != gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(short, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(short, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

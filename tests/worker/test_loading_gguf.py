@@ -3,10 +3,12 @@
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 from worker.family_model import PROMPT, Forward, executor_for, expected_logits, write_family
-from worker.gguf_model import permuted, write
+from worker.gguf_model import permuted, write, write_family_gguf
 from worker.smollm2 import model_file
 from worker.tiny_model import weights
+from worker.two_ranks import logits_of_two
 
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.gguf import GgufCheckpoint, huggingface_name, unpermute
@@ -49,6 +51,10 @@ def test_unpermute_is_the_inverse():
 def test_names():
     assert huggingface_name("blk.12.ffn_gate.weight") == "model.layers.12.mlp.gate_proj.weight"
     assert huggingface_name("something.else") == "something.else"
+    names = architectures()["MixtralForCausalLM"].names
+    experts = "model.layers.1.block_sparse_moe.experts"
+    assert huggingface_name("blk.1.ffn_down_exps.weight", names) == f"{experts}.{{e}}.w2.weight"
+    assert huggingface_name("blk.1.ffn_up.7.weight", names) == f"{experts}.7.w3.weight"
 
 
 @pytest.mark.parametrize("keep", [0, 3, 40, 5000])
@@ -72,55 +78,23 @@ def test_wrong_shape(tmp_path):
         checkpoint.tensor("model.norm.weight", (7,))
 
 
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 GGUF_FAMILIES = sorted(name for name, family in architectures().items() if family.gguf)
-
-
-def write_family_gguf(path, name, config, state):
-    """A family's checkpoint as a .gguf file in float32, with the names that the gguf library itself gives its tensors."""
-    family = architectures()[name]
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, family.gguf.upper()), config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, family.gguf)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    gemma3 = family.gguf == "gemma3"
-    writer.add_rope_freq_base((config.rope_parameters["full_attention"] if gemma3 else config.rope_parameters)["rope_theta"])
-    if family.gguf.startswith("gemma"):
-        writer.add_sliding_window(config.sliding_window)
-    if family.gguf == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    for key, tensor in state.items():
-        if key == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if family.gguf == "llama" and part in key:
-                tensor = permuted(tensor, heads)
-        tensor = tensor + 1 if family.gguf.startswith("gemma") and "norm" in key else tensor
-        writer.add_tensor(names.get_name(key, try_suffixes=(".weight", ".bias")), tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_family_from_a_gguf_file_computes_what_transformers_computes(tmp_path, name):
     """Examples without what a .gguf file does not hold: scaled rotation, and windows where llama.cpp knows none."""
-    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "max_position_embeddings": 128}
+    plain = {"rope_parameters": PLAIN_ROPE, "max_position_embeddings": 128}
     plain |= {"use_sliding_window": False} if name == "Qwen2ForCausalLM" else {}
     plain |= {"query_pre_attn_scalar": 16} if name.startswith("Gemma") else {}
+    plain |= {"mlp_only_layers": []} if name == "Qwen3MoeForCausalLM" else {}
     if name == "Gemma3ForCausalLM":
         plain["rope_parameters"] = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
         plain |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
     folder, model = write_family(name, tmp_path / "folder", **plain)
     path = tmp_path / "model.gguf"
-    write_family_gguf(path, name, model.config, model.state_dict())
+    write_family_gguf(path, name, model.config, load_file(folder / "model.safetensors"))
     ids, logits = expected_logits(model, PROMPT, 2)
     executor = executor_for(path)
     assert executor.facts.architecture == name
@@ -129,3 +103,50 @@ def test_family_from_a_gguf_file_computes_what_transformers_computes(tmp_path, n
     torch.testing.assert_close(got, logits, rtol=0, atol=1e-4)
     whole = Forward(executor_for(folder)).chunk(PROMPT)
     torch.testing.assert_close(got[: len(PROMPT)], whole, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """Configuration and tensors of a small Mixtral."""
+    folder, model = write_family("MixtralForCausalLM", tmp_path_factory.mktemp("mixtral"), rope_parameters=PLAIN_ROPE)
+    return model.config, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "error"), [("BF16", 5e-3), ("Q8_0", 6e-3), ("Q4_1", 0.1)])
+def test_stacked_experts_are_taken_apart_as_they_are_stored(tmp_path, mixtral, kind, error):
+    path = tmp_path / "model.gguf"
+    write_family_gguf(path, "MixtralForCausalLM", *mixtral, kind=gguf.GGMLQuantizationType[kind])
+    checkpoint = GgufCheckpoint(path)
+    assert set(checkpoint.names()) == set(mixtral[1])
+    assert checkpoint.config.quantization == ("" if kind == "BF16" else kind)
+    for name, tensor in mixtral[1].items():
+        if ".experts." in name:
+            found = checkpoint.tensor(name, tuple(tensor.shape)).float()
+            torch.testing.assert_close(found, tensor, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["one tensor for all", "a tensor for each"])
+def test_experts_of_a_gguf_file_over_two_ranks(tmp_path, mixtral, split):
+    path = tmp_path / "model.gguf"
+    write_family_gguf(path, "MixtralForCausalLM", *mixtral, split=split)
+    want = Forward(executor_for(path)).chunk(PROMPT)
+    for got in logits_of_two(path):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}, r"field llama\.expert_gating_func must be 1, got 2"),
+        ({"expert_shared_count": 1}, r"field llama\.expert_shared_count must be 0, got 1"),
+        ({"expert_used_count": 5}, r"field llama\.expert_used_count must be 1 to 4, got 5"),
+        ({"expert_count": 5}, r"tensor model\.layers\.0\.block_sparse_moe\.experts\.4\.w1\.weight is missing"),
+        ({"architecture": "qwen3"}, r"field qwen3\.expert_count is 4, and qwen3 is known without experts"),
+        ({"architecture": "qwen3moe", "expert_count": 0}, r"field qwen3moe\.expert_count is 0, and qwen3moe is known with experts"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_not_computed_are_refused_by_name(tmp_path, mixtral, fields, said):
+    path = tmp_path / "model.gguf"
+    write_family_gguf(path, "MixtralForCausalLM", *mixtral, **fields)
+    with pytest.raises(LoadError, match=said):
+        executor_for(path)

@@ -1,13 +1,13 @@
 """GGUF files: configuration from their metadata, tensors de-quantized one at a time.
 
-Knows three things that the format does not say aloud: tensors are named in llama.cpp's way; the rows of q and k of a Llama are
-stored permuted, because llama.cpp rotates neighbouring pairs where Hugging Face rotates halves; and Gemma's norms are stored with
-their 1 added. All three are undone here.
+Knows four things that the format does not say aloud: tensors are named in llama.cpp's way; the rows of q and k of a Llama are
+stored permuted, because llama.cpp rotates neighbouring pairs where Hugging Face rotates halves; Gemma's norms are stored with their
+1 added; and the experts of a layer are one tensor for each of their three matrices. All four are undone here.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,11 @@ _LAYER = {
     "attn_norm": "attention_norm", "ffn_norm": "feed_forward_norm", "post_attention_norm": "post_attention_norm",
     "post_ffw_norm": "post_feed_forward_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o",
     "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+    "ffn_gate_inp": "router", "ffn_gate_exps": "expert_gate", "ffn_up_exps": "expert_up", "ffn_down_exps": "expert_down",
 }
 """llama.cpp's names of the parts of a model and of a layer (models.weights.Names); with .bias in place of .weight the part's bias."""
+_STACKED = "{e}"
+"""In a name: the tensor holds one matrix for every expert."""
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -43,12 +46,12 @@ class GgufCheckpoint:
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise LoadError(f"{path}: not a readable GGUF file ({type(error).__name__})") from None
         metadata = self._metadata = Metadata(path, self._reader)
-        self._tensors = {huggingface_name(t.name, metadata.family.names): t for t in self._reader.tensors}
+        self._tensors = dict(_matrices(self._reader, metadata.family.names))
         self._permuted = metadata.family.gguf == "llama"
         embedding = self._tensors.get("model.embed_tokens.weight")
-        kinds = {t.tensor_type.name for t in self._tensors.values()} - {"F32"}
+        kinds = {t.tensor_type.name for t in self._reader.tensors} - {"F32"}
         self.config = metadata.configuration(
-            None if embedding is None else int(embedding.shape[1]), "lm_head.weight" not in self._tensors,
+            None if embedding is None else int(embedding[0].shape[1]), "lm_head.weight" not in self._tensors,
             tuple(self._values(_ROPE_FACTORS).float().flatten().tolist()) if _ROPE_FACTORS in self._tensors else (),
             "" if len(kinds - {"F16", "BF16"}) == 0 else "+".join(sorted(kinds)),
         )
@@ -80,19 +83,22 @@ class GgufCheckpoint:
 
     def identity(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
-        for name, tensor in sorted(self._tensors.items()):
+        for tensor in sorted(self._reader.tensors, key=lambda tensor: tensor.name):
+            name = huggingface_name(tensor.name, self._metadata.family.names)
             digest.update(f"{name} {tensor.shape.tolist()} {tensor.tensor_type.name}\n".encode())
         digest.update(file_sample(self.path))
         return digest.hexdigest()
 
     def _values(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
+        tensor, expert = self._tensors[name]
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        kind = tensor.tensor_type
+        kind, data = tensor.tensor_type, tensor.data
+        if expert is not None:
+            shape, data = shape[1:], data[expert]
         if kind == gguf.GGMLQuantizationType.BF16:
-            return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).reshape(shape)
+            return torch.from_numpy(np.array(data)).view(torch.bfloat16).reshape(shape)
         try:
-            values = gguf.quants.dequantize(tensor.data, kind)
+            values = gguf.quants.dequantize(data, kind)
         except (NotImplementedError, ValueError):
             raise LoadError(f"{self.path}: tensor {name} is of type {kind.name}, which cannot be de-quantized") from None
         return torch.from_numpy(np.array(values)).reshape(shape)
@@ -102,16 +108,28 @@ class GgufCheckpoint:
         return self._metadata.whole(key)
 
 
+def _matrices(reader: gguf.GGUFReader, names: Names) -> Iterator[tuple[str, tuple[gguf.ReaderTensor, int | None]]]:
+    """Every tensor by its Hugging Face name, those that hold all experts once for each of them, with its number."""
+    for tensor in reader.tensors:
+        name = huggingface_name(tensor.name, names)
+        if _STACKED in name:
+            yield from ((name.replace(_STACKED, str(expert)), (tensor, expert)) for expert in range(int(tensor.shape[-1])))
+        else:
+            yield name, (tensor, None)
+
+
 def huggingface_name(name: str, names: Names = LLAMA_NAMES) -> str:
-    """llama.cpp's tensor name in Hugging Face's words, by the family's table; unknown names stay as they are."""
+    """llama.cpp's tensor name in Hugging Face's words, by the family's table, {e} for the expert where a tensor holds all; unknown
+    names stay as they are. Until 2024 files had a tensor for each expert, whose number came last."""
     if name in _TOP:
         return str(names[_TOP[name]])
     block, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     stem, _, kind = rest.rpartition(".")
-    part = _LAYER.get(stem, "") + ("_bias" if kind == "bias" else "")
+    stem, _, expert = stem.partition(".")
+    part = _LAYER.get(f"{stem}_exps" if expert.isdecimal() else stem, "") + ("_bias" if kind == "bias" else "")
     if block == "blk" and part in names and kind in ("weight", "bias"):
-        return f"{names['layer']}{names[part]}".format(i=index)
+        return f"{names['layer']}{names[part]}".format(i=index, e=expert or _STACKED)
     return name
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import gguf
 
+from pagecast_kernels.routing import Routing
 from pagecast_worker.executor import LoadError
 from pagecast_worker.models.architecture import Architecture
-from pagecast_worker.models.config import ModelConfig, RopeScaling
+from pagecast_worker.models.config import ExpertsConfig, ModelConfig, RopeScaling
 from pagecast_worker.models.fields import mscale
 from pagecast_worker.models.registry import architectures
 
@@ -21,11 +22,17 @@ class Metadata:
         self.family = self._family()
 
     def _family(self) -> Architecture:
-        known = {one.gguf: one for one in architectures().values() if one.gguf}
+        """Mixtures may go by the name of the family that they are otherwise like: Mixtral's files say llama."""
+        known = {(one.gguf, "router" in one.names): one for one in architectures().values() if one.gguf}
         name = self.whole("general.architecture")
-        if name not in known:
-            raise LoadError(f"{self.path}: field general.architecture is {name!r}; known are {', '.join(sorted(known))}")
-        return known[name]
+        count = int(self.whole(f"{name}.expert_count", 0))
+        if (name, count > 0) in known:
+            return known[name, count > 0]
+        if (name, count == 0) in known:
+            known_as = "without" if count else "with"
+            raise LoadError(f"{self.path}: field {name}.expert_count is {count}, and {name} is known {known_as} experts")
+        names = ", ".join(sorted({name for name, _ in known}))
+        raise LoadError(f"{self.path}: field general.architecture is {name!r}; known are {names}")
 
     def whole(self, key: str, default: Any = None) -> Any:
         """A value by its whole key. Raises LoadError where it is missing and there is no default."""
@@ -47,8 +54,6 @@ class Metadata:
         head_dim = int(self.get("attention.key_length", hidden // heads))
         if int(self.get("rope.dimension_count", head_dim)) != head_dim:
             raise LoadError(f"{self.path}: field {self.family.gguf}.rope.dimension_count must be {head_dim}, the head size")
-        if int(self.get("expert_count", 0) or 0):
-            raise LoadError(f"{self.path}: field {self.family.gguf}.expert_count names experts, and only dense models are known")
         scaling, longest = self._rope_scaling()
         common = {
             "architecture": self.family.name,
@@ -67,6 +72,7 @@ class Metadata:
             "rope_factors": rope_factors,
             "eos_token_ids": self._eos_token_ids(),
             "quantization": quantization,
+            "experts": self._experts(),
         }
         return ModelConfig(**common | self._own(layers, hidden, heads, head_dim))
 
@@ -75,7 +81,7 @@ class Metadata:
         kind = self.family.gguf
         if kind == "qwen2":
             return {"attention_bias": True}
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3moe"):
             return {"qk_norm": True}
         if not kind.startswith("gemma"):
             return {}
@@ -90,6 +96,22 @@ class Metadata:
             caps = (float(self.get(f"{name}_logit_softcapping", default)) for name, default in (("attn", 50.0), ("final", 30.0)))
             return own | dict(zip(("attention_softcap", "logit_softcap"), caps, strict=True))
         return own | {"qk_norm": True, "local_rope_theta": float(self.get("rope.freq_base_swa", 10000.0))}
+
+    def _experts(self) -> ExpertsConfig | None:
+        """What all layers have, with weights of a softmax, as llama.cpp computes these families."""
+        count = int(self.get("expert_count", 0))
+        if not count:
+            return None
+        for key, known in (("expert_gating_func", gguf.ExpertGatingFuncType.SOFTMAX.value), ("expert_shared_count", 0)):
+            if int(self.get(key, known)) != known:
+                raise LoadError(f"{self.path}: field {self.family.gguf}.{key} must be {known}, got {self.get(key)}")
+        routing = Routing(
+            int(self.get("expert_used_count")), renormalise=bool(self.get("expert_weights_norm", True)),
+            scale=float(self.get("expert_weights_scale", 0.0)) or 1.0,
+        )
+        if not 0 < routing.chosen <= count:
+            raise LoadError(f"{self.path}: field {self.family.gguf}.expert_used_count must be 1 to {count}, got {routing.chosen}")
+        return ExpertsConfig(routing, count, int(self.get("expert_feed_forward_length", int(self.get("feed_forward_length")))))
 
     def _rope_scaling(self) -> tuple[RopeScaling, int]:
         """The scaling, and the longest sequence in tokens, which files state after scaling."""

@@ -27,7 +27,7 @@ class Architecture:
 
     example: fields of a small model of the family, next to `SMALL`, for tests that make one. extra_layers: its checkpoints may hold
     layers after the last, for drafting, which nothing reads. ignored: beginnings of names of what is not served. gguf: the name that
-    .gguf files give the family, if they hold it.
+    .gguf files give the family, if they hold it; one with experts and one without may share it.
     """
 
     name: str

@@ -20,4 +20,6 @@ NAMES = {
     "expert_up": "block_sparse_moe.experts.{e}.w3.weight", "expert_down": "block_sparse_moe.experts.{e}.w2.weight",
 }
 
-ARCHITECTURE = Architecture("MixtralForCausalLM", "mixtral", read, NAMES, example={"num_local_experts": 4, "num_experts_per_tok": 2})
+ARCHITECTURE = Architecture(
+    "MixtralForCausalLM", "mixtral", read, NAMES, example={"num_local_experts": 4, "num_experts_per_tok": 2}, gguf="llama"
+)

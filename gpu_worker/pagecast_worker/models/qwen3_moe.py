@@ -31,4 +31,5 @@ ARCHITECTURE = Architecture(
         "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    gguf="qwen3moe",
 )
