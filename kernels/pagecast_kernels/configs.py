@@ -65,6 +65,18 @@ class HopperPrefill:
 
 
 @dataclass(frozen=True)
+class HopperDecode:
+    """The warp-specialised decode of Hopper. tile: KV tokens a step; depth: tiles in flight of a program; programs: how many share the
+    work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest."""
+
+    tile: int
+    depth: int
+    programs: int
+    registers: int
+    fetching: int = 40
+
+
+@dataclass(frozen=True)
 class Experts:
     """A grouped product. rows: pairs of a tile; columns: outputs of a program; depth: inputs a step."""
 

@@ -1,0 +1,324 @@
+"""Paged decode for Hopper (compute capability 9.0) in Gluon: `decode_flat` with a warp that does nothing but fetch.
+
+Programs take shares of the same list of tiles. A producer warp asks the tensor copy engine for the pages of K and V, by halves of 64
+columns (the widest swizzled box), and for the query rows of every (sequence, KV head) that begins; it fills a ring of stages whatever
+they belong to, so that memory is read on while results are finished, stored and combined. A warpgroup computes: q · kᵀ with as many
+rows as a warpgroup's product has, of which the first GROUP are heads and the others whatever lies behind them in shared memory. Rows
+do not meet, and nobody reads what becomes of those.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pagecast_kernels import configs
+from pagecast_kernels.decode import DecodeWorkspace
+from pagecast_kernels.decode_flat import TileList
+from pagecast_kernels.shares import owner, share_of
+
+DIM = 128
+_CHUNK = 8  # rows of the unit that shared memory is counted in: 8 rows of 64 columns are one swizzle pattern, 1 KiB
+
+
+@gluon.jit
+def _view(pool, chunk, ROWS: gl.constexpr):
+    """[ROWS, 64] of shared memory from a chunk on."""
+    return pool.index(chunk)._reinterpret(pool.dtype, [ROWS, 64], pool.layout)
+
+
+@gluon.jit
+def _entry(tiles_ptr, tile):
+    """(place in the batch, the list's first tile of its sequence, how many it has, tokens left) of a tile: decode_flat.TileList."""
+    entry = tiles_ptr + 4 * tile
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def _ids(blocks_ptr, tile, IDS: gl.constexpr):
+    """The blocks that a tile lies in."""
+    ids = ()
+    for n in gl.static_range(IDS):
+        ids = ids + (gl.load(blocks_ptr + tile * IDS + n),)
+    return ids
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, tiles, spare,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr,
+    Q_ROWS: gl.constexpr, IDS: gl.constexpr,
+):  # fmt: skip
+    """Keep DEPTH tiles of K and V in flight. Pages past the sequence's end come from row `spare`, outside the cache: zeros.
+
+    Query rows go to a slot of their own: with as many slots as stages, the one for a new sequence is free when the stage is.
+    """
+    BOX: gl.constexpr = KV // IDS
+    HALF: gl.constexpr = KV // 8
+    SLOT: gl.constexpr = Q_ROWS // 8
+    TILES_AT: gl.constexpr = 2 * DEPTH * SLOT
+    TILE_BYTES: gl.constexpr = KV * 128 * 2 * 2
+    Q_BYTES: gl.constexpr = Q_ROWS * 128 * 2
+    kv_head, tile = begin // tiles, begin % tiles
+    place, first, own, left = _entry(tiles_ptr, tile)
+    ids = _ids(blocks_ptr, tile, IDS)
+    stage, slot, phase = begin * 0, begin * 0, begin * 0 + 1
+    for at in range(begin, end):
+        # What the next tile is, a tile ahead.
+        last = tile + 1 == tiles
+        next_tile = gl.where(last, 0, tile + 1)
+        next_head = gl.where(last, kv_head + 1, kv_head)
+        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        next_ids = _ids(blocks_ptr, next_tile, IDS)
+
+        fresh = (tile == first) | (at == begin)
+        ready = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(ready, TILE_BYTES + Q_BYTES, pred=fresh)
+        mbarrier.expect(ready, TILE_BYTES, pred=fresh == 0)
+        q_row = (place * NUM_KV_HEADS + kv_head) * GROUP
+        tma.async_copy_global_to_shared(q_desc, [q_row, 0], ready, _view(pool, slot * SLOT, Q_ROWS), pred=fresh)
+        tma.async_copy_global_to_shared(q_desc, [q_row, 64], ready, _view(pool, (DEPTH + slot) * SLOT, Q_ROWS), pred=fresh)
+        inner = (tile - first) * KV % BLOCK_SIZE
+        for half in gl.static_range(4):
+            for page in gl.static_range(IDS):
+                row = (ids[page] * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + inner
+                row = gl.where(page * BOX < left, row, spare)
+                into = _view(pool, TILES_AT + (stage * 4 + half) * HALF + page * (BOX // 8), BOX)
+                if half < 2:
+                    tma.async_copy_global_to_shared(k_desc, [row, half * 64], ready, into)
+                else:
+                    tma.async_copy_global_to_shared(v_desc, [row, half * 64 - 128], ready, into)
+
+        slot = gl.where(tile + 1 == first + own, slot + 1, slot)
+        slot = gl.where(slot == DEPTH, 0, slot)
+        phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+        stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
+        tile, kv_head, place, first, own, left, ids = next_tile, next_head, next_place, next_first, next_own, next_left, next_ids
+
+
+@gluon.jit
+def _clean(half, seen, LAYOUT: gl.constexpr):
+    """Zero rows of a page of V that lie past the sequence's end: they may hold anything, NaN included, and 0 · NaN is NaN."""
+    value = half.load(LAYOUT)
+    half.store(gl.where(seen[:, None], value, gl.zeros_like(value)))
+
+
+@gluon.jit
+def _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, OWN: gl.constexpr):
+    """paging.zero_padding for this program's part of the batch."""
+    lane = gl.arange(0, OWN * 128, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    nothing = gl.zeros([OWN * 128], out_ptr.dtype.element_ty, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    for padding in range(gl.program_id(0), batch, gl.num_programs(0)):
+        if gl.load(lens_ptr + padding) == 0:
+            for head in range(NUM_KV_HEADS):
+                start = (gl.to_tensor(padding).to(gl.int64) * NUM_KV_HEADS + head) * (GROUP * 128)
+                gl.store(out_ptr + start + lane, nothing, mask=lane < GROUP * 128)
+
+
+@gluon.jit
+def _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP: gl.constexpr, OWN: gl.constexpr):
+    """shares.add_shares and the store of its result: what programs first..last left, added in that order, PARTS at a time."""
+    PARTS: gl.constexpr = 8 if OWN <= 4 else 32 // OWN
+    L: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    STATS: gl.constexpr = gl.SliceLayout(2, L)
+    VALUES: gl.constexpr = gl.SliceLayout(0, L)
+    row = gl.arange(0, OWN, layout=gl.SliceLayout(0, STATS))
+    index = gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATS))
+    lane = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    top = gl.full([OWN], float("-inf"), gl.float32, layout=gl.SliceLayout(0, STATS))
+    total = gl.zeros([OWN], gl.float32, layout=gl.SliceLayout(0, STATS))
+    values = gl.zeros([OWN, 128], gl.float32, layout=VALUES)
+    for start in range(first_program, last_program + 1, PARTS):
+        program = start + index
+        slot = 2 * program + (program == first_program).to(gl.int32)
+        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
+        stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
+        part_top = gl.load(stat, mask=held, other=float("-inf"), cache_modifier=".cg")
+        part_total = gl.load(stat + GROUP, mask=held, other=0.0, cache_modifier=".cg")
+        part_row = slot[:, None] * (GROUP * 128) + row[None, :] * 128
+        part = gl.load(parts_ptr + part_row[:, :, None] + lane[None, None, :], mask=held[:, :, None], other=0.0, cache_modifier=".cg")
+        new_top = gl.maximum(top, gl.max(part_top, 0))
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)  # rows past GROUP have no maximum
+        weight = gl.exp2(part_top - base[None, :])
+        decay = gl.exp2(top - base)
+        total = total * decay + gl.sum(part_total * weight, 0)
+        values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None] + gl.sum(part * weight[:, :, None], 0)
+        top = new_top
+    out_row, out_lane = gl.arange(0, OWN, layout=gl.SliceLayout(1, VALUES)), gl.arange(0, 128, layout=gl.SliceLayout(0, VALUES))
+    result = values / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
+    place = out_ptr + head_row * 128 + out_row[:, None] * 128 + out_lane[None, :]
+    gl.store(place, result.to(out_ptr.dtype.element_ty), mask=(out_row < GROUP)[:, None])
+
+
+@gluon.jit
+def _attend(
+    o0, o1, top, total, pool, stage, slot, left, scale,
+    KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+):  # fmt: skip
+    """Add the tile that lies in a stage: (o0, o1, top, total). It is done with when this returns, by this thread."""
+    BOX: gl.constexpr = KV // IDS
+    HALF: gl.constexpr = KV // 8
+    SLOT: gl.constexpr = Q_ROWS // 8
+    TILES_AT: gl.constexpr = 2 * DEPTH * SLOT
+    PAGE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    base = TILES_AT + stage * (4 * HALF)
+    if left < KV:
+        if left % BOX != 0:
+            page = left // BOX
+            seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
+            _clean(_view(pool, base + 2 * HALF + page * (BOX // 8), BOX), seen, PAGE)
+            _clean(_view(pool, base + 3 * HALF + page * (BOX // 8), BOX), seen, PAGE)
+            fence_async_shared()
+            gl.thread_barrier()
+    q0, q1 = _view(pool, slot * SLOT, 64), _view(pool, (DEPTH + slot) * SLOT, 64)
+    nothing = gl.zeros([64, KV], gl.float32, layout=S)
+    s = warpgroup_mma(q0, _view(pool, base, KV).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(q1, _view(pool, base + HALF, KV).permute((1, 0)), s, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[s])
+    if left < KV:
+        token = gl.arange(0, KV, layout=gl.SliceLayout(0, S))
+        scores = gl.where((token < left)[None, :], scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale)  # finite: a tile has a token
+    weights = gl.exp2(scores * scale - new_top[:, None])
+    decay = gl.exp2(top - new_top)
+    total = total * decay + gl.sum(weights, 1)
+    p = gl.convert_layout(weights.to(pool.dtype), gl.DotOperandLayout(0, O, 2))
+    fade = gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+    a0 = warpgroup_mma(p, _view(pool, base + 2 * HALF, KV), o0 * fade, is_async=True)
+    a1 = warpgroup_mma(p, _view(pool, base + 3 * HALF, KV), o1 * fade, is_async=True)
+    o0, o1 = warpgroup_mma_wait(0, deps=[a0, a1])
+    return o0, o1, new_top, total
+
+
+@gluon.jit
+def _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP: gl.constexpr, S: gl.constexpr, O: gl.constexpr):
+    """shares.store_part of the first GROUP rows."""
+    row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, O)), gl.arange(0, 64, layout=gl.SliceLayout(0, O))
+    at = parts_ptr + part * (GROUP * 128) + row[:, None] * 128 + lane[None, :]
+    gl.store(at, o0, mask=(row < GROUP)[:, None])
+    gl.store(at + 64, o1, mask=(row < GROUP)[:, None])
+    s_row = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    stat = stats_ptr + part * (2 * GROUP) + s_row
+    gl.store(stat, top, mask=s_row < GROUP)
+    gl.store(stat + GROUP, total, mask=s_row < GROUP)
+
+
+@gluon.jit
+def _consume(
+    tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, tiles, share, extra, batch, scale,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr,
+    OWN: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, O)), gl.arange(0, 64, layout=gl.SliceLayout(0, O))
+    kind: gl.constexpr = out_ptr.dtype.element_ty
+    program = gl.program_id(0)
+    kv_head, tile = begin // tiles, begin % tiles
+    place, first, own, left = _entry(tiles_ptr, tile)
+    _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN)
+    stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
+    while at < end:
+        head_begin = kv_head * tiles + first
+        count = gl.minimum(head_begin + own, end) - at
+        last = tile + count == tiles
+        next_tile = gl.where(last, 0, tile + count)
+        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
+        total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
+        o0 = gl.zeros([64, 64], gl.float32, layout=O)
+        o1 = gl.zeros([64, 64], gl.float32, layout=O)
+        for n in range(count):
+            mbarrier.wait(full.index(stage), phase)
+            o0, o1, top, total = _attend(o0, o1, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, Q_ROWS, IDS, S, O)
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(stage))
+            phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+            stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
+
+        head_row = (place.to(gl.int64) * NUM_KV_HEADS + kv_head) * GROUP
+        if (head_begin >= begin) & (head_begin + own <= end):
+            norm = gl.convert_layout(total, gl.SliceLayout(1, O))[:, None]
+            at_out = out_ptr + head_row * 128 + row[:, None] * 128 + lane[None, :]
+            gl.store(at_out, (o0 / norm).to(kind), mask=(row < GROUP)[:, None])
+            gl.store(at_out + 64, (o1 / norm).to(kind), mask=(row < GROUP)[:, None])
+        else:
+            _leave(parts_ptr, stats_ptr, 2 * program + (head_begin >= begin).to(gl.int32), o0, o1, top, total, GROUP, S, O)
+            gl.thread_barrier()
+            first_program = owner(head_begin, share, extra)
+            last_program = owner(head_begin + own - 1, share, extra)
+            counter = counters_ptr + place * NUM_KV_HEADS + kv_head
+            if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
+                _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN)
+                gl.store(counter, 0)
+        at += count
+        slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
+        kv_head = gl.where(last, kv_head + 1, kv_head)
+        tile, place, first, own, left = next_tile, next_place, next_first, next_own, next_left
+
+
+@gluon.jit(do_not_specialize=["batch"])
+def _decode_hopper(
+    q_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, batch, scale, spare,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr,
+    Q_ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr, PRODUCER: gl.constexpr,
+):  # fmt: skip
+    # Query rows in DEPTH slots, by halves; then DEPTH times K by halves and V by halves.
+    CHUNKS: gl.constexpr = 2 * DEPTH * (Q_ROWS // 8) + 4 * DEPTH * (KV // 8)
+    tiles = gl.load(count_ptr)  # of one KV head
+    pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [CHUNKS, 8, 64], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    begin, end, share, extra = share_of(gl.program_id(0), gl.num_programs(0), tiles * NUM_KV_HEADS)
+    if begin < end:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, tiles, share, extra,
+                    batch, scale, NUM_KV_HEADS, GROUP, KV, DEPTH, Q_ROWS, IDS, OWN)),
+                (_produce, (
+                    q_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, tiles, spare,
+                    NUM_KV_HEADS, GROUP, BLOCK_SIZE, KV, DEPTH, Q_ROWS, IDS)),
+            ],
+            [1],
+            [PRODUCER],
+        )  # fmt: skip
+    else:
+        _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN)
+
+
+def suits(q: Tensor, k_cache: Tensor, window: int, softcap: float) -> bool:
+    """Whether this kernel can take the case: Hopper, head size 128, 16-bit, no window or soft-cap, groups and blocks that fit."""
+    heads, size, dim = k_cache.shape[1:]
+    fits = dim == DIM and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 16 and 8 <= size <= 128
+    return fits and not window and not softcap and configs.is_hopper(q.device)
+
+
+def launch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList, workspace: DecodeWorkspace, out: Tensor,
+    config: configs.HopperDecode,
+) -> Tensor:  # fmt: skip
+    """decode.paged_decode over a list of tiles; config.tile is the list's, and `suits` must hold."""
+    (batch, num_heads, _), (num_blocks, num_kv_heads, size, _) = q.shape, k_cache.shape
+    group = num_heads // num_kv_heads
+    kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    ids, q_rows = max(tiles.tile // size, 1), 8 if group <= 8 else 16
+    layout = gl.NVMMASharedLayout.get_default_for([_CHUNK, 64], kind)
+    cache_rows, box = num_blocks * num_kv_heads * size, tiles.tile // ids
+    k_desc, v_desc = (TensorDescriptor(cache, [cache_rows, DIM], [DIM, 1], [box, 64], layout) for cache in (k_cache, v_cache))
+    q_desc = TensorDescriptor(q, [batch * num_heads, DIM], [DIM, 1], [q_rows, 64], layout)
+    _decode_hopper[(config.programs,)](
+        q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
+        workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows, num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids,
+        triton.next_power_of_2(group), config.fetching, num_warps=4, maxnreg=config.registers,
+    )  # fmt: skip
+    return out
