@@ -127,13 +127,21 @@ def shared_variants(dtype: torch.dtype) -> Iterator[Variant]:
 
 
 def hopper_variants() -> Iterator[Variant]:
-    """The Gluon prefill, which only Hopper has."""
-    from pagecast_kernels import prefill_hopper
+    """The Gluon kernels, which only Hopper has."""
+    from pagecast_kernels import decode_hopper, prefill_hopper
 
     for kv_heads, size in ((2, 16), (1, 64)):
         q, cache = torch.zeros((2, 8, 128), dtype=torch.bfloat16), torch.zeros((4, kv_heads, size, 128), dtype=torch.bfloat16)
         args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(3), _ints(2), 0.1, 64, q, configs.HOPPER_PREFILL)
         yield f"paged_prefill hopper g{8 // kv_heads} page{size}", lambda args=args: prefill_hopper.launch(*args)
+    config = configs.decode_hopper("cpu")
+    for heads, kv_heads, size, dtype in (
+        (8, 2, 16, torch.bfloat16), (8, 8, 8, torch.float16), (6, 2, 64, torch.bfloat16), (16, 1, 128, torch.bfloat16),
+    ):  # fmt: skip
+        q, cache = torch.zeros((2, heads, 128), dtype=dtype), torch.zeros((4, kv_heads, size, 128), dtype=dtype)
+        work, tiles = decode.decode_workspace(2, heads, kv_heads, 128, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
+        args = (q, cache, cache, _ints(2), 0.1, tiles, work, q, config)
+        yield f"paged_decode hopper g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
 
 
 def all_reduce_variants() -> Iterator[Variant]:

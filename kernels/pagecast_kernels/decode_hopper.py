@@ -21,12 +21,10 @@ from pagecast_kernels.decode_flat import TileList
 from pagecast_kernels.shares import owner, share_of
 
 DIM = 128
-_CHUNK = 8  # rows of the unit that shared memory is counted in: 8 rows of 64 columns are one swizzle pattern, 1 KiB
-
 
 @gluon.jit
 def _view(pool, chunk, ROWS: gl.constexpr):
-    """[ROWS, 64] of shared memory from a chunk on."""
+    """[ROWS, 64] of shared memory from a chunk on. A chunk is 8 rows of 64 columns, 1 KiB: what a swizzle pattern covers."""
     return pool.index(chunk)._reinterpret(pool.dtype, [ROWS, 64], pool.layout)
 
 
@@ -296,11 +294,11 @@ def _decode_hopper(
         _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN)
 
 
-def suits(q: Tensor, k_cache: Tensor, window: int, softcap: float) -> bool:
-    """Whether this kernel can take the case: Hopper, head size 128, 16-bit, no window or soft-cap, groups and blocks that fit."""
+def suits(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> bool:
+    """Whether this kernel can take a case of decode_flat's: head size 128, 16-bit, no soft-cap, groups and blocks that fit."""
     heads, size, dim = k_cache.shape[1:]
-    fits = dim == DIM and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 16 and 8 <= size <= 128
-    return fits and not window and not softcap and configs.is_hopper(q.device)
+    fits = dim == DIM and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 16
+    return fits and size in (8, 16, 32, 64, 128) and not softcap
 
 
 def launch(
@@ -312,13 +310,14 @@ def launch(
     group = num_heads // num_kv_heads
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     ids, q_rows = max(tiles.tile // size, 1), 8 if group <= 8 else 16
-    layout = gl.NVMMASharedLayout.get_default_for([_CHUNK, 64], kind)
+    layout = gl.NVMMASharedLayout.get_default_for([8, 64], kind)
     cache_rows, box = num_blocks * num_kv_heads * size, tiles.tile // ids
     k_desc, v_desc = (TensorDescriptor(cache, [cache_rows, DIM], [DIM, 1], [box, 64], layout) for cache in (k_cache, v_cache))
     q_desc = TensorDescriptor(q, [batch * num_heads, DIM], [DIM, 1], [q_rows, 64], layout)
     _decode_hopper[(config.programs,)](
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
-        workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows, num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids,
-        triton.next_power_of_2(group), config.fetching, num_warps=4, maxnreg=config.registers,
+        workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
+        num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), config.fetching,
+        num_warps=4, maxnreg=config.registers,
     )  # fmt: skip
     return out
