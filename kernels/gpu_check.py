@@ -138,13 +138,13 @@ def prefill_launches(quick: bool) -> list[configs.Prefill | configs.HopperPrefil
 
 @functools.cache
 def hopper_works() -> bool:
-    """Run the warp-specialised kernel's checks in a process of their own: a fault there would hang or end this one."""
+    """Run the warp-specialised kernels' checks in a process of their own: a fault there would hang or end this one."""
     try:
         done = subprocess.run([sys.executable, __file__, "--parts", "hopper"], timeout=120, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
-        print("hopper prefill: HANGS", flush=True)
+        print("hopper: HANGS", flush=True)
         return False
-    print(f"hopper prefill: rc {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}", flush=True)
+    print(f"hopper: rc {done.returncode}\n{done.stdout[-1500:]}{done.stderr[-1500:]}", flush=True)
     return done.returncode == 0
 
 
@@ -163,6 +163,7 @@ def check_hopper() -> Iterator[tuple[str, float]]:
         prefill.paged_prefill(case.q, case.k_cache, case.v_cache, *tables, max_query_len=2048, out=out, config=config)
         want = reference.paged_prefill(exact.q, exact.k_cache, exact.v_cache, *tables, max_query_len=2048)
         yield f"hopper {heads}/{kv_heads} page{size} {dtype} {config}", paged_case.relative_error(out, want)
+    yield from gpu_check_attention.check_hopper()
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------------------

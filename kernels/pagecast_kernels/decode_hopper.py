@@ -154,8 +154,8 @@ def _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_ro
 
 @gluon.jit
 def _attend(
-    o0, o1, top, total, pool, stage, slot, left, scale,
-    KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    o0, o1, top, total, pool, stage, slot, left, scale, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Add the tile that lies in a stage: (o0, o1, top, total). It is done with when this returns, by this thread."""
     BOX: gl.constexpr = KV // IDS
@@ -164,28 +164,27 @@ def _attend(
     TILES_AT: gl.constexpr = 2 * DEPTH * SLOT
     PAGE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     base = TILES_AT + stage * (4 * HALF)
-    if left < KV:
-        if left % BOX != 0:
-            page = left // BOX
-            seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
-            _clean(_view(pool, base + 2 * HALF + page * (BOX // 8), BOX), seen, PAGE)
-            _clean(_view(pool, base + 3 * HALF + page * (BOX // 8), BOX), seen, PAGE)
-            fence_async_shared()
-            gl.thread_barrier()
+    if (left < KV) & (left % BOX != 0):
+        page = left // BOX
+        seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
+        _clean(_view(pool, base + 2 * HALF + page * (BOX // 8), BOX), seen, PAGE)
+        _clean(_view(pool, base + 3 * HALF + page * (BOX // 8), BOX), seen, PAGE)
+        fence_async_shared()
+        gl.thread_barrier()
     q0, q1 = _view(pool, slot * SLOT, 64), _view(pool, (DEPTH + slot) * SLOT, 64)
-    nothing = gl.zeros([64, KV], gl.float32, layout=S)
+    nothing = gl.zeros([64, KV], gl.float32, layout=S_LAYOUT)
     s = warpgroup_mma(q0, _view(pool, base, KV).permute((1, 0)), nothing, use_acc=False, is_async=True)
     s = warpgroup_mma(q1, _view(pool, base + HALF, KV).permute((1, 0)), s, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s])
     if left < KV:
-        token = gl.arange(0, KV, layout=gl.SliceLayout(0, S))
+        token = gl.arange(0, KV, layout=gl.SliceLayout(0, S_LAYOUT))
         scores = gl.where((token < left)[None, :], scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1) * scale)  # finite: a tile has a token
     weights = gl.exp2(scores * scale - new_top[:, None])
     decay = gl.exp2(top - new_top)
     total = total * decay + gl.sum(weights, 1)
-    p = gl.convert_layout(weights.to(pool.dtype), gl.DotOperandLayout(0, O, 2))
-    fade = gl.convert_layout(decay, gl.SliceLayout(1, O))[:, None]
+    p = gl.convert_layout(weights.to(pool.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+    fade = gl.convert_layout(decay, gl.SliceLayout(1, V_LAYOUT))[:, None]
     a0 = warpgroup_mma(p, _view(pool, base + 2 * HALF, KV), o0 * fade, is_async=True)
     a1 = warpgroup_mma(p, _view(pool, base + 3 * HALF, KV), o1 * fade, is_async=True)
     o0, o1 = warpgroup_mma_wait(0, deps=[a0, a1])
@@ -193,13 +192,13 @@ def _attend(
 
 
 @gluon.jit
-def _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP: gl.constexpr, S: gl.constexpr, O: gl.constexpr):
+def _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP: gl.constexpr, S_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr):
     """shares.store_part of the first GROUP rows."""
-    row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, O)), gl.arange(0, 64, layout=gl.SliceLayout(0, O))
+    row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, V_LAYOUT)), gl.arange(0, 64, layout=gl.SliceLayout(0, V_LAYOUT))
     at = parts_ptr + part * (GROUP * 128) + row[:, None] * 128 + lane[None, :]
     gl.store(at, o0, mask=(row < GROUP)[:, None])
     gl.store(at + 64, o1, mask=(row < GROUP)[:, None])
-    s_row = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
+    s_row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     stat = stats_ptr + part * (2 * GROUP) + s_row
     gl.store(stat, top, mask=s_row < GROUP)
     gl.store(stat + GROUP, total, mask=s_row < GROUP)
@@ -211,9 +210,9 @@ def _consume(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr,
     OWN: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, O)), gl.arange(0, 64, layout=gl.SliceLayout(0, O))
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, V_LAYOUT)), gl.arange(0, 64, layout=gl.SliceLayout(0, V_LAYOUT))
     kind: gl.constexpr = out_ptr.dtype.element_ty
     program = gl.program_id(0)
     kv_head, tile = begin // tiles, begin % tiles
@@ -226,13 +225,15 @@ def _consume(
         last = tile + count == tiles
         next_tile = gl.where(last, 0, tile + count)
         next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
-        top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
-        total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
-        o0 = gl.zeros([64, 64], gl.float32, layout=O)
-        o1 = gl.zeros([64, 64], gl.float32, layout=O)
+        top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+        total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+        o0 = gl.zeros([64, 64], gl.float32, layout=V_LAYOUT)
+        o1 = gl.zeros([64, 64], gl.float32, layout=V_LAYOUT)
         for n in range(count):
             mbarrier.wait(full.index(stage), phase)
-            o0, o1, top, total = _attend(o0, o1, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, Q_ROWS, IDS, S, O)
+            o0, o1, top, total = _attend(
+                o0, o1, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, Q_ROWS, IDS, S_LAYOUT, V_LAYOUT
+            )  # fmt: skip
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage))
             phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
@@ -240,12 +241,12 @@ def _consume(
 
         head_row = (place.to(gl.int64) * NUM_KV_HEADS + kv_head) * GROUP
         if (head_begin >= begin) & (head_begin + own <= end):
-            norm = gl.convert_layout(total, gl.SliceLayout(1, O))[:, None]
+            norm = gl.convert_layout(total, gl.SliceLayout(1, V_LAYOUT))[:, None]
             at_out = out_ptr + head_row * 128 + row[:, None] * 128 + lane[None, :]
             gl.store(at_out, (o0 / norm).to(kind), mask=(row < GROUP)[:, None])
             gl.store(at_out + 64, (o1 / norm).to(kind), mask=(row < GROUP)[:, None])
         else:
-            _leave(parts_ptr, stats_ptr, 2 * program + (head_begin >= begin).to(gl.int32), o0, o1, top, total, GROUP, S, O)
+            _leave(parts_ptr, stats_ptr, 2 * program + (head_begin >= begin).to(gl.int32), o0, o1, top, total, GROUP, S_LAYOUT, V_LAYOUT)
             gl.thread_barrier()
             first_program = owner(head_begin, share, extra)
             last_program = owner(head_begin + own - 1, share, extra)

@@ -19,7 +19,7 @@ LIMIT_S = 240.0
     ("head_dim", "ranks", "quantization", "own"),
     [
         (32, 1, None, {"_paged_prefill", "_gemv", "_decode_flat", "_list_tiles"}),
-        (128, 2, None, {"_paged_prefill_hopper", "_gemv", "_decode_flat", "_list_tiles"}),
+        (128, 2, None, {"_paged_prefill_hopper", "_gemv", "_decode_hopper", "_list_tiles"}),
         (32, 1, "int4", {"_paged_prefill", "_packed_product", "_gemv", "_paged_decode"}),
         (32, 1, "fp8", {"_paged_prefill", "_scaled_product", "_quantize_rows", "_gemv", "_paged_decode"}),
     ],
