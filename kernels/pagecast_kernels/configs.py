@@ -67,13 +67,15 @@ class HopperPrefill:
 @dataclass(frozen=True)
 class HopperDecode:
     """The warp-specialised decode of Hopper. tile: KV tokens a step; depth: tiles in flight of a program; programs: how many share the
-    work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest."""
+    work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest; early:
+    started before the launch before it has ended, for which it then waits."""
 
     tile: int
     depth: int
     programs: int
     registers: int
     fetching: int = 40
+    early: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
@@ -268,7 +269,6 @@ def _decode_hopper(
 ):  # fmt: skip
     # Query rows in DEPTH slots, by halves; then DEPTH times K by halves and V by halves.
     CHUNKS: gl.constexpr = 2 * DEPTH * (Q_ROWS // 8) + 4 * DEPTH * (KV // 8)
-    tiles = gl.load(count_ptr)  # of one KV head
     pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [CHUNKS, 8, 64], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
@@ -277,6 +277,8 @@ def _decode_hopper(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    gdc_wait()  # Up to here beside the end of the launch before, where the device can.
+    tiles = gl.load(count_ptr)  # of one KV head
     begin, end, share, extra = share_of(gl.program_id(0), gl.num_programs(0), tiles * NUM_KV_HEADS)
     if begin < end:
         gl.warp_specialize(
@@ -319,6 +321,6 @@ def launch(
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
         workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
         num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), config.fetching,
-        num_warps=4, maxnreg=config.registers,
+        num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
     )  # fmt: skip
     return out
