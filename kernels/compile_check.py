@@ -134,14 +134,15 @@ def hopper_variants() -> Iterator[Variant]:
         q, cache = torch.zeros((2, 8, 128), dtype=torch.bfloat16), torch.zeros((4, kv_heads, size, 128), dtype=torch.bfloat16)
         args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(3), _ints(2), 0.1, 64, q, configs.HOPPER_PREFILL)
         yield f"paged_prefill hopper g{8 // kv_heads} page{size}", lambda args=args: prefill_hopper.launch(*args)
-    config = configs.decode_hopper("cpu")
-    for heads, kv_heads, size, dtype in (
-        (8, 2, 16, torch.bfloat16), (8, 8, 8, torch.float16), (6, 2, 64, torch.bfloat16), (16, 1, 128, torch.bfloat16),
+    for heads, kv_heads, dim, size, dtype in (
+        (8, 2, 128, 16, torch.bfloat16), (8, 8, 128, 8, torch.float16), (6, 2, 128, 64, torch.bfloat16), (16, 1, 128, 128, torch.bfloat16),
+        (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
-        q, cache = torch.zeros((2, heads, 128), dtype=dtype), torch.zeros((4, kv_heads, size, 128), dtype=dtype)
-        work, tiles = decode.decode_workspace(2, heads, kv_heads, 128, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
+        q, cache = torch.zeros((2, heads, dim), dtype=dtype), torch.zeros((4, kv_heads, size, dim), dtype=dtype)
+        config = configs.decode_hopper(dim, "cpu")
+        work, tiles = decode.decode_workspace(2, heads, kv_heads, dim, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
         args = (q, cache, cache, _ints(2), 0.1, tiles, work, q, config)
-        yield f"paged_decode hopper g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
+        yield f"paged_decode hopper h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
 
 
 def all_reduce_variants() -> Iterator[Variant]:

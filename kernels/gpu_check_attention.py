@@ -34,22 +34,22 @@ def check_flat(device: str = "cuda", lens: list[int] = LENS) -> Errors:
 def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
     """Decode with a warp that fetches: launches of every kind, thrice with one workspace."""
     many = [*lens, *range(1, 200, 7), *[218] * 40]
-    for heads, kv_heads, size, dtype in (
-        (32, 8, 16, torch.bfloat16), (32, 8, 16, torch.float16), (16, 1, 16, torch.bfloat16), (12, 4, 64, torch.bfloat16),
-        (8, 8, 8, torch.bfloat16), (10, 2, 128, torch.bfloat16), (12, 4, 32, torch.bfloat16),
+    for heads, kv_heads, dim, size, dtype in (
+        (32, 8, 128, 16, torch.bfloat16), (32, 8, 128, 16, torch.float16), (16, 1, 128, 16, torch.bfloat16), (12, 4, 128, 64, torch.bfloat16),
+        (8, 8, 128, 8, torch.bfloat16), (10, 2, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         for seq_lens in ([3], lens, many, [9000]):
-            count, config = len(seq_lens), configs.decode_hopper(device)
-            case = paged_case.make(heads, seq_lens, [1] * count, heads, kv_heads, 128, size, dtype, device)
+            count, config = len(seq_lens), configs.decode_hopper(dim, device)
+            case = paged_case.make(heads, seq_lens, [1] * count, heads, kv_heads, dim, size, dtype, device)
             exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens)
             want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, 0.09)
-            work = decode_flat.step_workspace(count, heads, kv_heads, 128, device)
+            work = decode_flat.step_workspace(count, heads, kv_heads, dim, device)
             tiles = work.tiles.of(*tables, size, config.tile)
             for call in range(3):
                 out = torch.full_like(case.q, float("nan"))
                 decode_hopper.launch(case.q, case.k_cache, case.v_cache, case.seq_lens, 0.09, tiles, work.scratch, out, config)
-                yield f"decode_hopper {heads}/{kv_heads} page{size} x{count} call {call}", paged_case.relative_error(out, want)
-            yield f"decode_hopper {heads}/{kv_heads} page{size} x{count} counters", float(work.scratch.counters.any())
+                yield f"decode_hopper {heads}/{kv_heads} d{dim} page{size} x{count} call {call}", paged_case.relative_error(out, want)
+            yield f"decode_hopper {heads}/{kv_heads} d{dim} page{size} x{count} counters", float(work.scratch.counters.any())
 
 
 def check_shared(device: str = "cuda", prefix: int = 128) -> Errors:

@@ -181,9 +181,9 @@ def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.devi
     return Decode(tile=64, warps=warps, stages=2, programs=4 * processors(device))
 
 
-def decode_hopper(device: torch.device | str) -> HopperDecode:
-    """Launch of decode_hopper wherever it suits: two programs a processor, with three tiles of 32 KiB each in flight."""
-    return HopperDecode(tile=64, depth=3, programs=2 * processors(device), registers=128)
+def decode_hopper(head_dim: int, device: torch.device | str) -> HopperDecode:
+    """Launch of decode_hopper wherever it suits: two programs a processor, with 96 KiB of tiles each in flight."""
+    return HopperDecode(tile=64, depth=3 * 128 // head_dim, programs=2 * processors(device), registers=128)
 
 
 HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)

@@ -308,7 +308,7 @@ def paged_decode(
         from pagecast_kernels import decode_hopper  # Gluon, which only this GPU needs
 
         if decode_hopper.suits(q, k_cache, softcap):
-            hopper = configs.decode_hopper(q.device)
+            hopper = configs.decode_hopper(dim, q.device)
             tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
             return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
     config = configs.decode_flat(batch, num_kv_heads, dim, q.device)

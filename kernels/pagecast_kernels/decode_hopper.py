@@ -21,7 +21,6 @@ from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
 from pagecast_kernels.shares import owner, share_of
 
-DIM = 128
 
 @gluon.jit
 def _view(pool, chunk, ROWS: gl.constexpr):
@@ -49,7 +48,7 @@ def _ids(blocks_ptr, tile, IDS: gl.constexpr):
 def _produce(
     q_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, tiles, spare,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr,
-    Q_ROWS: gl.constexpr, IDS: gl.constexpr,
+    Q_ROWS: gl.constexpr, IDS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Keep DEPTH tiles of K and V in flight. Pages past the sequence's end come from row `spare`, outside the cache: zeros.
 
@@ -57,10 +56,11 @@ def _produce(
     """
     BOX: gl.constexpr = KV // IDS
     HALF: gl.constexpr = KV // 8
+    HALVES: gl.constexpr = DIM // 64
     SLOT: gl.constexpr = Q_ROWS // 8
-    TILES_AT: gl.constexpr = 2 * DEPTH * SLOT
-    TILE_BYTES: gl.constexpr = KV * 128 * 2 * 2
-    Q_BYTES: gl.constexpr = Q_ROWS * 128 * 2
+    TILES_AT: gl.constexpr = HALVES * DEPTH * SLOT
+    TILE_BYTES: gl.constexpr = KV * DIM * 2 * 2
+    Q_BYTES: gl.constexpr = Q_ROWS * DIM * 2
     kv_head, tile = begin // tiles, begin % tiles
     place, first, own, left = _entry(tiles_ptr, tile)
     ids = _ids(blocks_ptr, tile, IDS)
@@ -79,18 +79,20 @@ def _produce(
         mbarrier.expect(ready, TILE_BYTES + Q_BYTES, pred=fresh)
         mbarrier.expect(ready, TILE_BYTES, pred=fresh == 0)
         q_row = (place * NUM_KV_HEADS + kv_head) * GROUP
-        tma.async_copy_global_to_shared(q_desc, [q_row, 0], ready, _view(pool, slot * SLOT, Q_ROWS), pred=fresh)
-        tma.async_copy_global_to_shared(q_desc, [q_row, 64], ready, _view(pool, (DEPTH + slot) * SLOT, Q_ROWS), pred=fresh)
+        for half in gl.static_range(HALVES):
+            into = _view(pool, (half * DEPTH + slot) * SLOT, Q_ROWS)
+            tma.async_copy_global_to_shared(q_desc, [q_row, half * 64], ready, into, pred=fresh)
         inner = (tile - first) * KV % BLOCK_SIZE
-        for half in gl.static_range(4):
+        for value in gl.static_range(2):
             for page in gl.static_range(IDS):
                 row = (ids[page] * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + inner
                 row = gl.where(page * BOX < left, row, spare)
-                into = _view(pool, TILES_AT + (stage * 4 + half) * HALF + page * (BOX // 8), BOX)
-                if half < 2:
-                    tma.async_copy_global_to_shared(k_desc, [row, half * 64], ready, into)
-                else:
-                    tma.async_copy_global_to_shared(v_desc, [row, half * 64 - 128], ready, into)
+                for half in gl.static_range(HALVES):
+                    into = _view(pool, TILES_AT + ((2 * stage + value) * HALVES + half) * HALF + page * (BOX // 8), BOX)
+                    if value:
+                        tma.async_copy_global_to_shared(v_desc, [row, half * 64], ready, into)
+                    else:
+                        tma.async_copy_global_to_shared(k_desc, [row, half * 64], ready, into)
 
         slot = gl.where(tile + 1 == first + own, slot + 1, slot)
         slot = gl.where(slot == DEPTH, 0, slot)
@@ -107,30 +109,32 @@ def _clean(half, seen, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, OWN: gl.constexpr):
+def _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr):
     """paging.zero_padding for this program's part of the batch."""
-    lane = gl.arange(0, OWN * 128, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    nothing = gl.zeros([OWN * 128], out_ptr.dtype.element_ty, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    lane = gl.arange(0, OWN * DIM, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    nothing = gl.zeros([OWN * DIM], out_ptr.dtype.element_ty, layout=gl.BlockedLayout([4], [32], [4], [0]))
     for padding in range(gl.program_id(0), batch, gl.num_programs(0)):
         if gl.load(lens_ptr + padding) == 0:
             for head in range(NUM_KV_HEADS):
-                start = (gl.to_tensor(padding).to(gl.int64) * NUM_KV_HEADS + head) * (GROUP * 128)
-                gl.store(out_ptr + start + lane, nothing, mask=lane < GROUP * 128)
+                start = (gl.to_tensor(padding).to(gl.int64) * NUM_KV_HEADS + head) * (GROUP * DIM)
+                gl.store(out_ptr + start + lane, nothing, mask=lane < GROUP * DIM)
 
 
 @gluon.jit
-def _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP: gl.constexpr, OWN: gl.constexpr):
+def _combine(
+    parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr
+):  # fmt: skip
     """shares.add_shares and the store of its result: what programs first..last left, added in that order, PARTS at a time."""
     PARTS: gl.constexpr = 8 if OWN <= 4 else 32 // OWN
-    L: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([PARTS, 1, DIM // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
     STATS: gl.constexpr = gl.SliceLayout(2, L)
     VALUES: gl.constexpr = gl.SliceLayout(0, L)
     row = gl.arange(0, OWN, layout=gl.SliceLayout(0, STATS))
     index = gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATS))
-    lane = gl.arange(0, 128, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    lane = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
     top = gl.full([OWN], float("-inf"), gl.float32, layout=gl.SliceLayout(0, STATS))
     total = gl.zeros([OWN], gl.float32, layout=gl.SliceLayout(0, STATS))
-    values = gl.zeros([OWN, 128], gl.float32, layout=VALUES)
+    values = gl.zeros([OWN, DIM], gl.float32, layout=VALUES)
     for start in range(first_program, last_program + 1, PARTS):
         program = start + index
         slot = 2 * program + (program == first_program).to(gl.int32)
@@ -138,7 +142,7 @@ def _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_ro
         stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
         part_top = gl.load(stat, mask=held, other=float("-inf"), cache_modifier=".cg")
         part_total = gl.load(stat + GROUP, mask=held, other=0.0, cache_modifier=".cg")
-        part_row = slot[:, None] * (GROUP * 128) + row[None, :] * 128
+        part_row = slot[:, None] * (GROUP * DIM) + row[None, :] * DIM
         part = gl.load(parts_ptr + part_row[:, :, None] + lane[None, None, :], mask=held[:, :, None], other=0.0, cache_modifier=".cg")
         new_top = gl.maximum(top, gl.max(part_top, 0))
         base = gl.where(new_top == float("-inf"), 0.0, new_top)  # rows past GROUP have no maximum
@@ -147,35 +151,35 @@ def _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_ro
         total = total * decay + gl.sum(part_total * weight, 0)
         values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None] + gl.sum(part * weight[:, :, None], 0)
         top = new_top
-    out_row, out_lane = gl.arange(0, OWN, layout=gl.SliceLayout(1, VALUES)), gl.arange(0, 128, layout=gl.SliceLayout(0, VALUES))
+    out_row, out_lane = gl.arange(0, OWN, layout=gl.SliceLayout(1, VALUES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, VALUES))
     result = values / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
-    place = out_ptr + head_row * 128 + out_row[:, None] * 128 + out_lane[None, :]
+    place = out_ptr + head_row * DIM + out_row[:, None] * DIM + out_lane[None, :]
     gl.store(place, result.to(out_ptr.dtype.element_ty), mask=(out_row < GROUP)[:, None])
 
 
 @gluon.jit
 def _attend(
     o0, o1, top, total, pool, stage, slot, left, scale, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr,
-    S_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    HALVES: gl.constexpr, S_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Add the tile that lies in a stage: (o0, o1, top, total). It is done with when this returns, by this thread."""
+    """Add the tile that lies in a stage: (o0, o1, top, total), o1 as it was where there is one half. This thread is done with the stage."""
     BOX: gl.constexpr = KV // IDS
     HALF: gl.constexpr = KV // 8
     SLOT: gl.constexpr = Q_ROWS // 8
-    TILES_AT: gl.constexpr = 2 * DEPTH * SLOT
     PAGE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    base = TILES_AT + stage * (4 * HALF)
+    k_at = HALVES * DEPTH * SLOT + stage * (2 * HALVES * HALF)
+    v_at = k_at + HALVES * HALF
     if (left < KV) & (left % BOX != 0):
         page = left // BOX
         seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
-        _clean(_view(pool, base + 2 * HALF + page * (BOX // 8), BOX), seen, PAGE)
-        _clean(_view(pool, base + 3 * HALF + page * (BOX // 8), BOX), seen, PAGE)
+        for half in gl.static_range(HALVES):
+            _clean(_view(pool, v_at + half * HALF + page * (BOX // 8), BOX), seen, PAGE)
         fence_async_shared()
         gl.thread_barrier()
-    q0, q1 = _view(pool, slot * SLOT, 64), _view(pool, (DEPTH + slot) * SLOT, 64)
     nothing = gl.zeros([64, KV], gl.float32, layout=S_LAYOUT)
-    s = warpgroup_mma(q0, _view(pool, base, KV).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    s = warpgroup_mma(q1, _view(pool, base + HALF, KV).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(_view(pool, slot * SLOT, 64), _view(pool, k_at, KV).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if HALVES == 2:
+        s = warpgroup_mma(_view(pool, (DEPTH + slot) * SLOT, 64), _view(pool, k_at + HALF, KV).permute((1, 0)), s, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s])
     if left < KV:
         token = gl.arange(0, KV, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -186,19 +190,25 @@ def _attend(
     total = total * decay + gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(pool.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
     fade = gl.convert_layout(decay, gl.SliceLayout(1, V_LAYOUT))[:, None]
-    a0 = warpgroup_mma(p, _view(pool, base + 2 * HALF, KV), o0 * fade, is_async=True)
-    a1 = warpgroup_mma(p, _view(pool, base + 3 * HALF, KV), o1 * fade, is_async=True)
-    o0, o1 = warpgroup_mma_wait(0, deps=[a0, a1])
+    a0 = warpgroup_mma(p, _view(pool, v_at, KV), o0 * fade, is_async=True)
+    if HALVES == 2:
+        a1 = warpgroup_mma(p, _view(pool, v_at + HALF, KV), o1 * fade, is_async=True)
+        o0, o1 = warpgroup_mma_wait(0, deps=[a0, a1])
+    else:
+        o0 = warpgroup_mma_wait(0, deps=[a0])
     return o0, o1, new_top, total
 
 
 @gluon.jit
-def _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP: gl.constexpr, S_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr):
+def _leave(
+    parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP: gl.constexpr, DIM: gl.constexpr, S_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr
+):  # fmt: skip
     """shares.store_part of the first GROUP rows."""
     row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, V_LAYOUT)), gl.arange(0, 64, layout=gl.SliceLayout(0, V_LAYOUT))
-    at = parts_ptr + part * (GROUP * 128) + row[:, None] * 128 + lane[None, :]
+    at = parts_ptr + part * (GROUP * DIM) + row[:, None] * DIM + lane[None, :]
     gl.store(at, o0, mask=(row < GROUP)[:, None])
-    gl.store(at + 64, o1, mask=(row < GROUP)[:, None])
+    if DIM == 128:
+        gl.store(at + 64, o1, mask=(row < GROUP)[:, None])
     s_row = gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     stat = stats_ptr + part * (2 * GROUP) + s_row
     gl.store(stat, top, mask=s_row < GROUP)
@@ -209,8 +219,9 @@ def _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP: gl.constexpr, 
 def _consume(
     tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, tiles, share, extra, batch, scale,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr,
-    OWN: gl.constexpr,
+    OWN: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
+    """Attention of this program's share, tile by tile as the ring fills."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, V_LAYOUT)), gl.arange(0, 64, layout=gl.SliceLayout(0, V_LAYOUT))
@@ -218,7 +229,7 @@ def _consume(
     program = gl.program_id(0)
     kv_head, tile = begin // tiles, begin % tiles
     place, first, own, left = _entry(tiles_ptr, tile)
-    _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN)
+    _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
     stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
     while at < end:
         head_begin = kv_head * tiles + first
@@ -229,11 +240,11 @@ def _consume(
         top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         o0 = gl.zeros([64, 64], gl.float32, layout=V_LAYOUT)
-        o1 = gl.zeros([64, 64], gl.float32, layout=V_LAYOUT)
+        o1 = gl.zeros([64, 64], gl.float32, layout=V_LAYOUT)  # of columns 64 on, if there are any
         for n in range(count):
             mbarrier.wait(full.index(stage), phase)
             o0, o1, top, total = _attend(
-                o0, o1, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, Q_ROWS, IDS, S_LAYOUT, V_LAYOUT
+                o0, o1, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, Q_ROWS, IDS, DIM // 64, S_LAYOUT, V_LAYOUT
             )  # fmt: skip
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage))
@@ -243,17 +254,19 @@ def _consume(
         head_row = (place.to(gl.int64) * NUM_KV_HEADS + kv_head) * GROUP
         if (head_begin >= begin) & (head_begin + own <= end):
             norm = gl.convert_layout(total, gl.SliceLayout(1, V_LAYOUT))[:, None]
-            at_out = out_ptr + head_row * 128 + row[:, None] * 128 + lane[None, :]
+            at_out = out_ptr + head_row * DIM + row[:, None] * DIM + lane[None, :]
             gl.store(at_out, (o0 / norm).to(kind), mask=(row < GROUP)[:, None])
-            gl.store(at_out + 64, (o1 / norm).to(kind), mask=(row < GROUP)[:, None])
+            if DIM == 128:
+                gl.store(at_out + 64, (o1 / norm).to(kind), mask=(row < GROUP)[:, None])
         else:
-            _leave(parts_ptr, stats_ptr, 2 * program + (head_begin >= begin).to(gl.int32), o0, o1, top, total, GROUP, S_LAYOUT, V_LAYOUT)
+            part = 2 * program + (head_begin >= begin).to(gl.int32)
+            _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP, DIM, S_LAYOUT, V_LAYOUT)
             gl.thread_barrier()
             first_program = owner(head_begin, share, extra)
             last_program = owner(head_begin + own - 1, share, extra)
             counter = counters_ptr + place * NUM_KV_HEADS + kv_head
             if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN)
+                _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM)
                 gl.store(counter, 0)
         at += count
         slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
@@ -265,10 +278,10 @@ def _consume(
 def _decode_hopper(
     q_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, batch, scale, spare,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr,
-    Q_ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr, PRODUCER: gl.constexpr,
+    Q_ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr, PRODUCER: gl.constexpr,
 ):  # fmt: skip
     # Query rows in DEPTH slots, by halves; then DEPTH times K by halves and V by halves.
-    CHUNKS: gl.constexpr = 2 * DEPTH * (Q_ROWS // 8) + 4 * DEPTH * (KV // 8)
+    CHUNKS: gl.constexpr = DIM // 64 * DEPTH * (Q_ROWS // 8 + 2 * (KV // 8))
     pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [CHUNKS, 8, 64], k_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
@@ -285,22 +298,22 @@ def _decode_hopper(
             [
                 (_consume, (
                     tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, tiles, share, extra,
-                    batch, scale, NUM_KV_HEADS, GROUP, KV, DEPTH, Q_ROWS, IDS, OWN)),
+                    batch, scale, NUM_KV_HEADS, GROUP, KV, DEPTH, Q_ROWS, IDS, OWN, DIM)),
                 (_produce, (
                     q_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, tiles, spare,
-                    NUM_KV_HEADS, GROUP, BLOCK_SIZE, KV, DEPTH, Q_ROWS, IDS)),
+                    NUM_KV_HEADS, GROUP, BLOCK_SIZE, KV, DEPTH, Q_ROWS, IDS, DIM)),
             ],
             [1],
             [PRODUCER],
         )  # fmt: skip
     else:
-        _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN)
+        _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
 
 
 def suits(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> bool:
-    """Whether this kernel can take a case of decode_flat's: head size 128, 16-bit, no soft-cap, groups and blocks that fit."""
+    """Whether this kernel can take a case of decode_flat's: head size 64 or 128, 16-bit, no soft-cap, groups and blocks that fit."""
     heads, size, dim = k_cache.shape[1:]
-    fits = dim == DIM and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 16
+    fits = dim in (64, 128) and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 16
     return fits and size in (8, 16, 32, 64, 128) and not softcap
 
 
@@ -309,18 +322,18 @@ def launch(
     config: configs.HopperDecode,
 ) -> Tensor:  # fmt: skip
     """decode.paged_decode over a list of tiles; config.tile is the list's, and `suits` must hold."""
-    (batch, num_heads, _), (num_blocks, num_kv_heads, size, _) = q.shape, k_cache.shape
+    (batch, num_heads, dim), (num_blocks, num_kv_heads, size, _) = q.shape, k_cache.shape
     group = num_heads // num_kv_heads
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
     ids, q_rows = max(tiles.tile // size, 1), 8 if group <= 8 else 16
     layout = gl.NVMMASharedLayout.get_default_for([8, 64], kind)
     cache_rows, box = num_blocks * num_kv_heads * size, tiles.tile // ids
-    k_desc, v_desc = (TensorDescriptor(cache, [cache_rows, DIM], [DIM, 1], [box, 64], layout) for cache in (k_cache, v_cache))
-    q_desc = TensorDescriptor(q, [batch * num_heads, DIM], [DIM, 1], [q_rows, 64], layout)
+    k_desc, v_desc = (TensorDescriptor(cache, [cache_rows, dim], [dim, 1], [box, 64], layout) for cache in (k_cache, v_cache))
+    q_desc = TensorDescriptor(q, [batch * num_heads, dim], [dim, 1], [q_rows, 64], layout)
     _decode_hopper[(config.programs,)](
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
         workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
-        num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), config.fetching,
+        num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), dim, config.fetching,
         num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
     )  # fmt: skip
     return out

@@ -20,12 +20,12 @@ def cached(heads: int = 8, dim: int = 128, size: int = 16, dtype: torch.dtype = 
     return torch.zeros((3, heads, dim), dtype=dtype), torch.zeros((4, 2, size, dim), dtype=dtype)
 
 
-@pytest.mark.parametrize("shape", [{}, {"heads": 32}, {"heads": 2}, {"size": 8}, {"size": 128}, {"dtype": torch.float16}])
+@pytest.mark.parametrize("shape", [{}, {"heads": 32}, {"heads": 2}, {"dim": 64}, {"size": 8}, {"size": 128}, {"dtype": torch.float16}])
 def test_what_suits(shape: dict) -> None:
     assert decode_hopper.suits(*cached(**shape))
 
 
-@pytest.mark.parametrize("shape", [{"heads": 64}, {"dim": 64}, {"dim": 96}, {"size": 4}, {"size": 256}, {"dtype": torch.float32}])
+@pytest.mark.parametrize("shape", [{"heads": 64}, {"dim": 32}, {"dim": 96}, {"dim": 256}, {"size": 4}, {"size": 256}, {"dtype": torch.float32}])
 def test_what_does_not(shape: dict) -> None:
     assert not decode_hopper.suits(*cached(**shape))
 
