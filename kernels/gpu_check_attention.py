@@ -36,7 +36,8 @@ def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
     many = [*lens, *range(1, 200, 7), *[218] * 40]
     for heads, kv_heads, dim, size, dtype in (
         (32, 8, 128, 16, torch.bfloat16), (32, 8, 128, 16, torch.float16), (16, 1, 128, 16, torch.bfloat16), (8, 8, 128, 8, torch.bfloat16),
-        (12, 4, 128, 64, torch.bfloat16), (10, 2, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
+        (12, 4, 128, 64, torch.bfloat16), (10, 2, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16),
+        (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         for seq_lens in ([3], lens, many, [9000]):
             count, config = len(seq_lens), configs.decode_hopper(dim, device)
