@@ -139,7 +139,7 @@ def hopper_variants() -> Iterator[Variant]:
         (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         q, cache = torch.zeros((2, heads, dim), dtype=dtype), torch.zeros((4, kv_heads, size, dim), dtype=dtype)
-        config = configs.decode_hopper(dim, "cpu")
+        config = configs.decode_hopper(kv_heads, dim, "cpu")
         work, tiles = decode.decode_workspace(2, heads, kv_heads, dim, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
         args = (q, cache, cache, _ints(2), 0.1, tiles, work, q, config)
         yield f"paged_decode hopper h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)

@@ -40,7 +40,7 @@ def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
         (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         for seq_lens in ([3], lens, many, [9000]):
-            count, config = len(seq_lens), configs.decode_hopper(dim, device)
+            count, config = len(seq_lens), configs.decode_hopper(kv_heads, dim, device)
             case = paged_case.make(heads, seq_lens, [1] * count, heads, kv_heads, dim, size, dtype, device)
             exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens)
             want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, 0.09)

@@ -251,22 +251,26 @@ def launch(
 class StepTiles:
     """The list of a step's tiles, made by the first layer that attends and used by all; launches of one stream may share it.
 
-    A step is known by the tensors it is given: every step has a `seq_lens` of its own, which is held here until the next.
+    A step is known by the tensors it is given: every step has a `seq_lens` of its own, which is held here until the next. Steps, and
+    layers of one, may differ in their tile: there is a list for each.
     """
 
     def __init__(self, max_seqs: int) -> None:
         self._max_seqs = max_seqs
-        self._list: TileList | None = None
+        self._lists: dict[int, TileList] = {}  # by tile
         self._step: tuple[Tensor, ...] = ()
+        self._filled: set[int] = set()  # tiles whose lists are this step's
 
     def of(self, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int, tile: int) -> TileList:
         step = (block_table, rows, seq_lens)
-        if self._list is None:
-            self._list = tile_list(self._max_seqs, block_table.shape[1], block_size, tile, block_table.device)
+        if tile not in self._lists:
+            self._lists[tile] = tile_list(self._max_seqs, block_table.shape[1], block_size, tile, block_table.device)
         if len(self._step) != 3 or any(a is not b for a, b in zip(step, self._step)):
-            list_tiles(self._list, *step, block_size)
-            self._step = step
-        return self._list
+            self._step, self._filled = step, set()
+        if tile not in self._filled:
+            list_tiles(self._lists[tile], *step, block_size)
+            self._filled.add(tile)
+        return self._lists[tile]
 
 
 @dataclass(frozen=True)
@@ -304,11 +308,11 @@ def paged_decode(
     if not q.shape[0]:
         return out
     (batch, _, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
-    if configs.is_hopper(q.device):
+    if configs.is_hopper(q.device) and batch * num_kv_heads <= configs.FEW_PAIRS:
         from pagecast_kernels import decode_hopper  # Gluon, which only this GPU needs
 
         if decode_hopper.suits(q, k_cache, softcap):
-            hopper = configs.decode_hopper(dim, q.device)
+            hopper = configs.decode_hopper(num_kv_heads, dim, q.device)
             tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
             return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
     config = configs.decode_flat(batch, num_kv_heads, dim, q.device)

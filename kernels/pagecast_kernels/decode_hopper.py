@@ -4,7 +4,7 @@ Programs take shares of the same list of tiles. A producer warp asks the tensor 
 columns (the widest swizzled box), and for the query rows of every (sequence, KV head) that begins; it fills a ring of stages whatever
 they belong to, so that memory is read on while results are finished, stored and combined. A warpgroup computes: q · kᵀ with as many
 rows as a warpgroup's product has, of which the first GROUP are heads and the others whatever lies behind them in shared memory. Rows
-do not meet, and nobody reads what becomes of those.
+do not meet, and nobody reads what becomes of those. Few sequences gain by it (configs.FEW_PAIRS); many equal ones lose 1 to 4 %.
 """
 
 import torch
@@ -311,10 +311,13 @@ def _decode_hopper(
 
 
 def suits(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> bool:
-    """Whether this kernel can take a case of decode_flat's: head size 64 or 128, 16-bit, no soft-cap, groups and blocks that fit."""
+    """Whether this kernel can take a case of decode_flat's: head size 64 or 128, 16-bit, no soft-cap, groups and blocks that fit.
+
+    A tile lies in eight blocks at most: the ids of sixteen would not fit a fetching thread's registers.
+    """
     heads, size, dim = k_cache.shape[1:]
     fits = dim in (64, 128) and q.element_size() == 2 and k_cache.dtype == q.dtype and q.shape[1] // heads <= 16
-    return fits and size in (8, 16, 32, 64, 128) and not softcap
+    return fits and size in (8, 16, 32, 64, 128) and size * dim >= 1024 and not softcap
 
 
 def launch(

@@ -11,7 +11,7 @@ from ops import paged_case
 
 pytest.importorskip("triton.experimental.gluon")
 
-from pagecast_kernels import configs, decode_flat, decode_hopper
+from pagecast_kernels import configs, decode_flat, decode_hopper, reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,9 @@ def test_what_suits(shape: dict) -> None:
     assert decode_hopper.suits(*cached(**shape))
 
 
-@pytest.mark.parametrize("shape", [{"heads": 64}, {"dim": 32}, {"dim": 256}, {"size": 4}, {"size": 256}, {"dtype": torch.float32}])
+@pytest.mark.parametrize(
+    "shape", [{"heads": 64}, {"dim": 32}, {"dim": 256}, {"size": 4}, {"dim": 64, "size": 8}, {"size": 256}, {"dtype": torch.float32}]
+)
 def test_what_does_not(shape: dict) -> None:
     assert not decode_hopper.suits(*cached(**shape))
 
@@ -36,22 +38,60 @@ def test_a_soft_cap_or_another_cache_does_not_suit() -> None:
     assert not decode_hopper.suits(q, cache.to(torch.float8_e4m3fn))
 
 
-def test_a_hopper_gpu_takes_what_suits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And everything else stays where it was, on the same workspace."""
-    taken = []
-    monkeypatch.setattr(decode_hopper, "launch", lambda *args: taken.append(args) or args[7])
+Taken = list[tuple[decode_flat.TileList, configs.HopperDecode]]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    """What the kernel is launched with, on a machine that looks like a Hopper GPU."""
+    calls: Taken = []
+    monkeypatch.setattr(decode_hopper, "launch", lambda *args: calls.append((args[5], args[8])) or args[7])
     monkeypatch.setattr(configs, "is_hopper", lambda device: True)
+    return calls
+
+
+def attend(case: paged_case.PagedCase, work: decode_flat.StepWorkspace, **looks: float) -> torch.Tensor:
+    tables, out = (case.block_table, case.rows, case.seq_lens), torch.full_like(case.q, float("nan"))
+    assert decode_flat.paged_decode(case.q, case.k_cache, case.v_cache, *tables, 0.1, workspace=work, out=out, **looks) is out
+    return out
+
+
+def test_a_hopper_gpu_takes_few_sequences_that_suit(taken: Taken) -> None:
+    """And everything else stays where it was, on the same workspace."""
     case = paged_case.make(1, [5, 0, 40], [1] * 3, 4, 2, 128, 16, torch.float16)
-    work = decode_flat.step_workspace(3, 4, 2, 128, "cpu")
-    args = (case.q, case.k_cache, case.v_cache, case.block_table, case.rows, case.seq_lens, 0.1)
-    out = torch.empty_like(case.q)
-    assert decode_flat.paged_decode(*args, workspace=work, out=out) is out
-    (one,) = taken
-    tiles, config = one[5], one[8]
-    assert tiles.tile == config.tile and tiles.count.item() == 2 and one[6] is work.scratch
-    decode_flat.paged_decode(*args, workspace=work, out=out, softcap=20.0)
-    decode_flat.paged_decode(*args, workspace=work, out=out, window=8)
-    assert len(taken) == 1 and bool(out.isfinite().all())
+    work = decode_flat.step_workspace(33, 4, 2, 128, "cpu")
+    attend(case, work)
+    ((tiles, config),) = taken
+    assert tiles.tile == config.tile and tiles.count.item() == 2
+    assert attend(case, work, softcap=20.0).isfinite().all()
+    assert attend(case, work, window=8).isfinite().all()
+    assert attend(paged_case.make(1, [3] * 33, [1] * 33, 4, 2, 128, 16, torch.float16), work).isfinite().all()
+    assert len(taken) == 1
+
+
+def test_steps_of_one_workspace_may_differ_in_their_tile(taken: Taken) -> None:
+    """Few sequences, then many, then the few again as a graph replays them, and layers of one step that go two ways."""
+    few, many = (paged_case.make(2, lens, [1] * len(lens), 6, 2, 64, 16, torch.float16) for lens in ([200, 70], [100] * 33))
+    work = decode_flat.step_workspace(33, 6, 2, 64, "cpu")
+    exact = many.to(torch.float64)
+    want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, many.block_table, many.rows, many.seq_lens, 0.1)
+    for _ in range(2):
+        attend(few, work)
+        tiles, config = taken[-1]
+        assert tiles.tile == config.tile == 128
+        assert tiles.tiles[: tiles.count.item()].tolist() == [[0, 0, 2, 200], [0, 0, 2, 72], [1, 2, 1, 70]]
+        assert paged_case.relative_error(attend(many, work), want) < 6e-3
+        assert attend(few, work, softcap=20.0).isfinite().all()
+        assert taken[-1][0].count.item() == 3  # the list that the graph's launches hold was left alone
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize(("processors", "even"), [(132, 128), (114, 114), (78, 78)])
+def test_equal_sequences_fall_in_equal_parts(monkeypatch: pytest.MonkeyPatch, processors: int, even: int) -> None:
+    monkeypatch.setattr(configs, "processors", lambda device: processors)
+    assert configs.decode_hopper(8, 128, "cpu").programs == even
+    assert configs.decode_hopper(5, 128, "cpu").programs == processors
+    assert configs.decode_hopper(3, 64, "cpu").programs == 2 * processors
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
