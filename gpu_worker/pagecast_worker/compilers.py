@@ -1,9 +1,11 @@
-"""A process that gets ready to compile kernels while the worker itself does its imports, so that they begin as soon as the model's shape
-is known. What it does is in `precompile`; this module loads no torch."""
+"""What a worker on a GPU begins before it imports torch: the driver, and a process that gets ready to compile kernels, so that they begin
+as soon as the model's shape is known. What that one does is in `precompile`; this module loads no torch."""
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 DRIVER = Path("/dev/nvidiactl")
@@ -50,9 +52,19 @@ class Compilers:
 
 
 def start_early(device: str) -> Compilers | None:
-    """Compilers for a worker on this device, if there is likely to be something to compile: a GPU, and no kernels in the cache yet."""
-    processors = os.cpu_count() or 1
-    if device.partition(":")[0] not in ("auto", "cuda") or processors < FEWEST_PROCESSORS or not DRIVER.exists():
+    """For a worker on this device. Compilers, if there is likely to be something to compile: no kernels are in the cache yet."""
+    if device.partition(":")[0] not in ("auto", "cuda") or not DRIVER.exists():
+        return None
+    threading.Thread(target=_wake_driver, name="driver", daemon=True).start()
+    if (os.cpu_count() or 1) < FEWEST_PROCESSORS:
         return None
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     return None if any(cache.glob(f"{MARK}*")) else Compilers()
+
+
+def _wake_driver() -> None:
+    """Initialize CUDA, as torch will do once more, for which it then does not wait."""
+    try:
+        ctypes.CDLL("libcuda.so.1").cuInit(0)
+    except (OSError, AttributeError):
+        pass  # torch will say what is wrong

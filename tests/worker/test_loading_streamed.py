@@ -11,7 +11,12 @@ from pagecast_worker.loading import streaming
 from pagecast_worker.models.weights import Source
 from pagecast_worker.parallel import Part
 
-CPU = torch.device("cpu")
+GPU = pytest.param(torch.device("cuda", 0), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=[torch.device("cpu"), GPU], ids=["cpu", "cuda"])
+def device(request):
+    return request.param
 
 
 @pytest.fixture
@@ -35,40 +40,46 @@ def files(folder):
 
 
 def fill(paths, sources):
+    """On the device of the places. The worker loads in inference mode."""
     where = streaming.extents(paths)
     assert all(streaming.streamable(source, where.get(source.name)) for source in sources)
     told = []
-    streaming.Stream(CPU).fill(streaming.pieces(sources, where), told.append)
+    with torch.inference_mode():
+        streaming.Stream(sources[0].parameter.device).fill(streaming.pieces(sources, where), told.append)
     return told
 
 
-def test_every_part_of_a_tensor_comes_where_it_belongs(tmp_path, small):
+def test_every_part_of_a_tensor_comes_where_it_belongs(tmp_path, small, device):
     paths, tensors = files(tmp_path)
-    fused = torch.zeros(310, 40, dtype=torch.bfloat16)
-    columns = torch.zeros(300, 15, dtype=torch.float32)
-    some, thirds = torch.zeros(500, dtype=torch.bfloat16), torch.zeros(20, 8)
-    whole = torch.zeros(130, 7, 11)
+    fused = torch.zeros(310, 40, dtype=torch.bfloat16, device=device)
+    columns = torch.zeros(300, 15, dtype=torch.float32, device=device)
+    some, thirds = torch.zeros(500, dtype=torch.bfloat16, device=device), torch.zeros(20, 8, device=device)
+    whole, later = torch.zeros(130, 7, 11, device=device), torch.zeros(50, 40, dtype=torch.bfloat16, device=device)
     sources = [
         Source("a", (300, 40), fused, row=10, part=Part(0, 100, 250)),
         Source("a", (300, 40), columns, part=Part(1, 20, 35)),
+        Source("a", (300, 40), later, part=Part(0, 50, 100), take=(150, 300)),
         Source("b", (999,), some, part=Part(0, 400, 900)),
         Source("c", (130, 7, 11), whole),
         Source("d", (60, 8), thirds, take=(20, 40)),
     ]
     told = fill(paths, sources)
     assert len(told) > 4 * 5  # else slots were not used again
+    assert sum(piece.place().numel() for piece in told) == sum(source.held() for source in sources)
+    fused, columns, some, thirds, whole, later = (place.cpu() for place in (fused, columns, some, thirds, whole, later))
     assert torch.equal(fused[10:160], tensors["a"][100:250]) and not fused[:10].any() and not fused[160:].any()
-    assert torch.equal(columns, tensors["a"][:, 20:35].float())
+    assert torch.equal(columns, tensors["a"][:, 20:35].float()) and torch.equal(later, tensors["a"][200:250])
     assert torch.equal(some, tensors["b"][400:900]) and torch.equal(whole, tensors["c"])
     assert torch.equal(thirds, tensors["d"][20:40].float())
-    assert sum(piece.place().numel() for piece in told) == sum(source.held() for source in sources)
 
 
-def test_rows_of_a_taken_piece_that_a_rank_holds(tmp_path, small):
-    paths, tensors = files(tmp_path)
-    held = torch.zeros(50, 40, dtype=torch.bfloat16)
-    fill(paths, [Source("a", (300, 40), held, part=Part(0, 50, 100), take=(150, 300))])
-    assert torch.equal(held, tensors["a"][200:250])
+def test_pieces_of_the_real_size(tmp_path, device):
+    """Enough of them that every slot is read into again while copies are under way."""
+    value = torch.randint(-(2**15), 2**15, (streaming.PIECE_BYTES // 4096 * 40 + 7, 2048), dtype=torch.int16).view(torch.bfloat16)
+    save_file({"x": value}, tmp_path / "x.safetensors")
+    place = torch.zeros_like(value, device=device)
+    assert len(fill([tmp_path / "x.safetensors"], [Source("x", tuple(value.shape), place)])) == 41
+    assert torch.equal(place.cpu().view(torch.int16), value.view(torch.int16))
 
 
 def test_what_cannot_be_taken_row_by_row_is_left(tmp_path, small):
@@ -87,23 +98,23 @@ def test_a_file_that_got_shorter_is_named(tmp_path, small):
     os.truncate(paths[0], where["c"].start + 5000)
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(LoadError, match=r"one\.safetensors: ends within tensor c"):
-        streaming.Stream(CPU).fill(wanted, lambda piece: None)
+        streaming.Stream(torch.device("cpu")).fill(wanted, lambda piece: None)
     assert set(os.listdir("/proc/self/fd")) == before
     paths[0].unlink()
     with pytest.raises(LoadError, match=r"one\.safetensors: cannot be read \(No such file or directory\)"):
-        streaming.Stream(CPU).fill(wanted, lambda piece: None)
+        streaming.Stream(torch.device("cpu")).fill(wanted, lambda piece: None)
 
 
-def test_a_model_streamed_equals_the_model_mapped(tmp_path, small):
+def test_a_model_streamed_equals_the_model_mapped(tmp_path, small, device):
     from worker.tiny_model import write_model
 
     from pagecast_worker.loading import load
 
-    folder = write_model(tmp_path, shards=3)
-    checkpoint = load.SafetensorsCheckpoint(folder)
-    model = load.Decoder(checkpoint.config, load.architecture(checkpoint.config.architecture).names, load.Ranks(), CPU, torch.bfloat16, 64)
+    checkpoint = load.SafetensorsCheckpoint(write_model(tmp_path, shards=3))
+    names = load.architecture(checkpoint.config.architecture).names
+    model = load.Decoder(checkpoint.config, names, load.Ranks(), device, torch.bfloat16, 64)
     sources = list(model.sources())
     fill(checkpoint.paths, [source for source in sources if source.change is None])
     stored = {name: value for path in checkpoint.paths for name, value in load_file(path).items()}
     for source in sources:
-        assert torch.equal(source.place(), stored[source.name].bfloat16()), source.name
+        assert torch.equal(source.place().cpu(), stored[source.name].bfloat16()), source.name

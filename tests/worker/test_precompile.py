@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_compilers_that_are_not_needed_are_gone():
 
 
 def test_nothing_gets_ready_where_there_is_no_gpu_or_a_full_cache(tmp_path, monkeypatch):
-    started = []
+    started, woken = [], threading.Event()
+    monkeypatch.setattr("pagecast_worker.compilers._wake_driver", woken.set)
     monkeypatch.setattr("pagecast_worker.compilers.Compilers", lambda: started.append(1))
     monkeypatch.setattr("pagecast_worker.compilers.os.cpu_count", lambda: 16)
     monkeypatch.setattr("pagecast_worker.compilers.DRIVER", tmp_path / "driver")
@@ -68,9 +70,9 @@ def test_nothing_gets_ready_where_there_is_no_gpu_or_a_full_cache(tmp_path, monk
     start_early("auto")
     (tmp_path / "driver").touch()
     start_early("cpu")
-    assert not started
+    assert not started and not woken.is_set()
     start_early("cuda:1")
-    assert started == [1]
+    assert started == [1] and woken.wait(30.0)
     (tmp_path / "pagecast-1").touch()
     start_early("auto")
     assert started == [1]
