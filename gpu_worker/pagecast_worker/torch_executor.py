@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagecast_kernels.configs import UnsupportedError
 from pagecast_wire.codec import view_u32
 from pagecast_wire.intake import LoadProgress, ModelFacts
 from pagecast_wire.plan import StartEpoch, StepPlan
@@ -30,6 +31,7 @@ from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint, open_vocabulary
 from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
+from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import Ranks
 from pagecast_worker.precompile import start_precompilation
@@ -120,10 +122,16 @@ class TorchExecutor:
             self._warm_up()
         except torch.OutOfMemoryError:
             raise LoadError(f"{config.model}: the model does not fit into the device's memory") from None
-        facts = ModelFacts(
+        except UnsupportedError as error:
+            raise LoadError(f"{config.model}: {error}") from None
+        return self._facts(shape, loaded.digest), num_blocks
+
+    def _facts(self, shape: ModelConfig, digest: str) -> ModelFacts:
+        config = self.config
+        return ModelFacts(
             name=config.model,
             architecture=shape.architecture,
-            digest=loaded.digest,
+            digest=digest,
             vocab_size=shape.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=shape.eos_token_ids,
@@ -135,7 +143,6 @@ class TorchExecutor:
             num_parameters=self.model.num_parameters(),
             quantization=config.quantization or shape.quantization,
         )
-        return facts, num_blocks
 
     def _enter(self, phase: str) -> None:
         """Tells that this phase of loading begins."""

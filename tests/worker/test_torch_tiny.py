@@ -6,11 +6,13 @@ import torch
 from worker.plan_driver import Driver, Job
 from worker.tiny_model import load_tiny
 
+from pagecast_kernels import configs
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP
 from pagecast_wire.sampling import SamplingParams
-from pagecast_worker.executor import PlanError
+from pagecast_worker import torch_executor
+from pagecast_worker.executor import LoadError, PlanError
 from pagecast_worker.graphs import DecodeGraphs, buckets
 from pagecast_worker.results import join_steps
 
@@ -160,3 +162,11 @@ def test_steps_are_joined_with_idle_rows():
     tokens, flags = join_steps([first, second], [np.array([1, 4, 6]), np.array([1, 4])])
     assert tokens.tolist()[0] == [10, 20, 30] and tokens[1, 0] == 11
     assert flags.tolist() == [[0, FLAG_STOP, 0], [0, FLAG_IDLE, FLAG_IDLE]]
+
+
+def test_a_kernel_that_the_device_cannot_run_is_named_while_loading(tmp_path, monkeypatch):
+    """Latent attention over float32 on a GPU with little shared memory."""
+    monkeypatch.setattr(configs, "arch", lambda device: 89)
+    monkeypatch.setattr(torch_executor, "peak_step", lambda executor: configs.latent_prefill(executor.device, 4))
+    with pytest.raises(LoadError, match="needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits"):
+        load_tiny(tmp_path, NUM_BLOCKS)
