@@ -1,11 +1,14 @@
 """How a client gets in: TLS files and a bearer token. Shared by both clients and the commands."""
 
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 import grpc
+
+from pagecast.errors import WrongAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,29 @@ class Tls:
     server_name: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """For a channel. Raises ValueError: a certificate without its key, or a file that cannot be read."""
+        """For a channel. Raises WrongAccess: a certificate without its key, or a file that cannot be read."""
         if (self.cert is None) != (self.key is None):
-            raise ValueError("a client certificate and its key go together: one is missing")
+            raise WrongAccess("a client certificate and its key go together: one is missing")
+        self._check()
         return grpc.ssl_channel_credentials(*(None if path is None else _read(path) for path in (self.ca, self.key, self.cert)))
+
+    def _check(self) -> None:
+        """gRPC says of a file that it cannot use no more than that a handshake fails."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(cadata=_read(self.ca).decode("ascii", "replace"))
+        except ssl.SSLError:
+            raise WrongAccess(f"{self.ca} holds no PEM certificate") from None
+        if self.cert is None or self.key is None:
+            return
+        for path in (self.cert, self.key):
+            _read(path)
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")
+        except ssl.SSLError as error:
+            why = "do not belong together" if "MISMATCH" in str(error) else "are not a certificate and its key in PEM"
+            raise WrongAccess(f"{self.cert} and {self.key} {why}") from None
 
     def options(self) -> list[tuple[str, str]]:
         """Channel arguments."""
@@ -36,7 +58,7 @@ def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        raise WrongAccess(f"cannot read {path}: {error.strerror}") from None
 
 
 def tls_of(tls: "Tls | bool | None") -> Tls | None:
@@ -45,13 +67,13 @@ def tls_of(tls: "Tls | bool | None") -> Tls | None:
 
 
 def token_metadata(target: str, token: str | None, is_encrypted: bool) -> Sequence[tuple[str, str]]:
-    """The metadata that carries a token. Raises ValueError where it would cross a network in plaintext, or is no token."""
+    """The metadata that carries a token. Raises WrongAccess where it would cross a network in plaintext, or is no token."""
     if token is None:
         return ()
     if not token.isascii() or not token.isprintable() or " " in token or not token:
-        raise ValueError("a token is a word of printable ASCII characters")
+        raise WrongAccess("a token is a word of printable ASCII characters")
     if not is_encrypted and not stays_here(target):
-        raise ValueError(f"a token is not sent to {target} in plaintext; use TLS")
+        raise WrongAccess(f"a token is not sent to {target} in plaintext; use TLS")
     return (("authorization", f"Bearer {token}"),)
 
 

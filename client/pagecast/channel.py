@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
 
 from pagecast import types
+from pagecast.errors import WrongAccess
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -16,6 +18,7 @@ SERVICE_CONFIG: dict[str, Any] = json.loads(files("pagecast").joinpath("service_
 """What the server advises: spread calls over replicas that are healthy; try again before the first message of an answer (gRFC A6), and
 only for the one status that says "not here, not now"."""
 
+_GRPC_SCHEME = re.compile(r"(?:unix|unix-abstract|dns|ipv4|ipv6|vsock|xds|google-c2p):(?!\d+$)")
 _WATCH = {"service": "grpc.health.v1.Health", "method": "Watch"}
 _HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
@@ -48,22 +51,32 @@ def health_status(message: UInt32Value) -> types.HealthStatus:
 def target_of(endpoints: str | Sequence[str]) -> str:
     """One gRPC target for one endpoint or several. An endpoint is HOST:PORT, unix:PATH, or any gRPC target.
 
-    Raises ValueError for several endpoints that are not IP addresses of one family, which gRPC cannot balance over by itself.
+    Raises WrongAccess for what is none of these, which gRPC would take for an address of its own choice, and for several endpoints that
+    are not IP addresses of one family, which gRPC cannot balance over by itself.
     """
     if isinstance(endpoints, str):
-        return endpoints
+        return _checked(endpoints)
     if len(endpoints) == 1:
-        return endpoints[0]
+        return _checked(endpoints[0])
     families = set()
     for endpoint in endpoints:
         host = endpoint.rpartition(":")[0].strip("[]")
         try:
             families.add(ipaddress.ip_address(host).version)
         except ValueError:
-            raise ValueError(f"several endpoints must be IP addresses with ports; {endpoint!r} is not") from None
+            raise WrongAccess(f"several endpoints must be IP addresses with ports; {endpoint!r} is not") from None
     if len(families) != 1:
-        raise ValueError("several endpoints must be of one family, IPv4 or IPv6, and at least one must be given")
+        raise WrongAccess("several endpoints must be of one family, IPv4 or IPv6, and at least one must be given")
     return f"ipv{families.pop()}:{','.join(endpoints)}"
+
+
+def _checked(endpoint: str) -> str:
+    if _GRPC_SCHEME.match(endpoint):
+        return endpoint
+    host, _, port = endpoint.rpartition(":")
+    if not host or "/" in endpoint or not port.isdecimal() or not 0 < int(port[:9]) < 65536:
+        raise WrongAccess(f"an endpoint is HOST:PORT or unix:PATH, not {endpoint!r}")
+    return endpoint
 
 
 def are_replicas(endpoints: str | Sequence[str]) -> bool:

@@ -37,6 +37,12 @@ class StartError(PagecastError):
         self.exit_code = exit_code
 
 
+class WrongAccess(PagecastError, ValueError):
+    """Where a server is and how to get in: what names no server, does not go together or cannot be read."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
     """One field that the server refused: its path in the request, and why."""
@@ -108,11 +114,16 @@ _BY_CODE: dict[str, type[RpcError]] = {
     "ALREADY_EXISTS": RequestIdInUse, "UNAVAILABLE": Unavailable, "RESOURCE_EXHAUSTED": ResourceExhausted,
     "DEADLINE_EXCEEDED": DeadlineExceeded, "CANCELLED": Cancelled, "UNAUTHENTICATED": Unauthenticated, "PERMISSION_DENIED": Unauthenticated,
 }
+_UNCONNECTED = "connections to all backends failing"
 _HINTS = {
-    "WRONG_VERSION_NUMBER": "the server speaks no TLS there",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is of no authority that this client trusts",
+    ("WRONG_VERSION_NUMBER",): "the server speaks no TLS there",
+    ("CERTIFICATE_VERIFY_FAILED",): "its certificate is of no authority that this client trusts",
+    ("Hostname Verification",): "its certificate is for another name",
+    (_UNCONNECTED, "Socket closed"): "a server that wants TLS ends plaintext connections so",
+    (_UNCONNECTED, "Connection reset by peer"): "a server that wants TLS ends plaintext connections so",
+    (_UNCONNECTED, "%5B::1%5D"): "localhost has two addresses; 127.0.0.1 may say more",
 }
-"""What a TLS library's words mean to those who call."""
+"""What words of gRPC and its TLS library, together, mean to those who call."""
 _STATUS_DETAILS = "grpc-status-details-bin"
 
 
@@ -135,7 +146,7 @@ def from_rpc(call: FailedCall) -> RpcError:
     if kind is DeadlineExceeded and not packed:
         message = "the call's timeout ran out"  # gRPC's own words, not the server's, name the status and no more
     elif kind is Unavailable and not packed:
-        message += next((f" ({hint})" for sign, hint in _HINTS.items() if sign in message), "")
+        message += next((f" ({hint})" for signs, hint in _HINTS.items() if all(sign in message for sign in signs)), "")
     return kind(code, message, **(_details(packed) if packed else {}))
 
 

@@ -2,14 +2,18 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from client.fake_server import FakeServer
 
 from pagecast import AsyncClient, Client, reaching
 from pagecast.access import Tls
-from pagecast.errors import DeadlineExceeded, RpcError
+from pagecast.errors import DeadlineExceeded, RpcError, WrongAccess
 
 TIMEOUT_S = 0.02
 """Less than gRPC takes to give up by itself, so that the timeout is what ends a call."""
@@ -88,6 +92,35 @@ def test_nothing_answers(silent: str, how: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_stream_that_tried_again_says_what_stopped_it(refusing: str, how: str) -> None:
     error = asked(how, refusing, timeout=1.5)  # gRPC gives up after 0.6 to 0.9 s, and the client begins again
     assert "Connection refused" in str(error)
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost", "localhost:0", "localhost:99999", "localhost:x", "http://localhost:50051", ":1"])
+def test_an_endpoint_that_grpc_would_take_for_another_is_refused(endpoint: str) -> None:
+    with pytest.raises(WrongAccess, match="an endpoint is HOST:PORT or unix:PATH, not '"):
+        Client(endpoint)
+
+
+@pytest.mark.parametrize("endpoint", ["unix:/x", "unix-abstract:x", "dns:///a:1", "ipv4:127.0.0.1:1,127.0.0.1:2", "[::1]:1", "unix:50051"])
+def test_endpoints_of_every_kind_are_taken(endpoint: str) -> None:
+    Client(endpoint).close()
+
+
+def test_pem_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.pem").write_text("-----BEGIN CERTIFICATE-----")
+    text = str(tmp_path / "text.pem")
+    for tls, said in ((Tls(ca=text), "holds no PEM certificate"), (Tls(cert=text, key=text), "are not a certificate and its key in PEM")):
+        with pytest.raises(WrongAccess, match=said):
+            Client("localhost:1", tls=tls)
+
+
+def test_a_command_does_not_wait_for_a_server_that_was_never_there(refusing: str) -> None:
+    """The client's streams go on for 30 s when their server is lost."""
+    begin = time.monotonic()
+    for words in (["generate", "x"], ["chat"]):
+        command = [sys.executable, "-m", "pagecast.cli.main", *words, "--target", refusing]
+        done = subprocess.run(command, input="hello\n", capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and "Connection refused" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert time.monotonic() - begin < 60
 
 
 def test_a_name_that_is_none() -> None:

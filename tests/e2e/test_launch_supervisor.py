@@ -170,6 +170,16 @@ def test_who_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path, notes: No
     assert "scheduler refuses" in notes.lines()
 
 
+def test_nobody_who_ends_as_told_is_said_to_start_again(tmp_path: Path, notes: Notes) -> None:
+    events = Events()
+    with supervisor(tmp_path, events) as cluster:
+        cluster.wait_ready(WAIT_S)
+        assert cluster.stop() == 0
+    for name in ("frontend-0", "scheduler", "worker-0"):
+        last = events.wait(exited(name))
+        assert isinstance(last, ChildExited) and (last.code, last.restart_in_s) == (0, None)
+
+
 def test_workers_are_still_started_again_while_front_ends_drain(tmp_path: Path, notes: Notes) -> None:
     events = Events()
     with supervisor(tmp_path, events, frontend_0="stubborn") as cluster:

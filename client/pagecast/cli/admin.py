@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
 from pagecast.admin import LOG_LEVELS, Admin, OpenRequest
 from pagecast.cli import arguments
@@ -42,7 +43,13 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error(f"{args.action} takes no {args.words[0]!r}")
     if args.action == "log-level" and (len(args.words) != 1 or args.words[0] not in (*LOG_LEVELS[1:], DEFAULT_LEVEL)):
         args.usage_error(f"log-level takes one of {', '.join((*LOG_LEVELS[1:], DEFAULT_LEVEL))}")
+    if args.all and (args.action != "cancel" or args.words):
+        args.usage_error("--all is for cancel, without request ids")
+    if args.action == "cancel" and not args.words and not args.all:
+        args.usage_error("cancel takes request ids, or --all")
     if args.run_dir is not None:
+        if not Path(args.run_dir, "admin-0.sock").exists():
+            raise NoOperators(f"{args.run_dir} has no operators' socket: no cluster runs there")
         args.target = f"unix:{args.run_dir}/admin-0.sock"
     try:
         with arguments.connect(args) as client:

@@ -9,18 +9,14 @@ from typing import Any
 from pagecast import channel
 from pagecast.access import Tls
 from pagecast.cli.quantities import ANY_COUNT, COUNT, SECONDS, TOKEN_ID, Number, Whole
-from pagecast.errors import PagecastError
+from pagecast.errors import DeadlineExceeded, RpcError, Unavailable, WrongAccess
 from pagecast.requests import RequestOptions
 from pagecast.sampling import SamplingParams
 from pagecast.sync import Client
 
 TOKEN_VARIABLE = "PAGECAST_TOKEN"
-
-
-class WrongAccess(PagecastError):
-    """Arguments about access that do not go together or cannot be read."""
-
-    exit_code = 2
+REACH_S = 20.0
+"""How long a server may take to say whether it is there."""
 
 
 def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) -> None:
@@ -55,10 +51,17 @@ def access(args: argparse.Namespace) -> dict[str, Any]:
 
 def connect(args: argparse.Namespace) -> Client:
     """A client of the server that the arguments name. Raises WrongAccess."""
+    return Client(args.target, **access(args))
+
+
+def reach(client: Client, timeout: float | None) -> None:
+    """Before a call that goes on through the loss of its server, and would wait for one that was never there. Raises Unavailable or
+    DeadlineExceeded where none answers."""
     try:
-        return Client(args.target, **access(args))
-    except ValueError as error:
-        raise WrongAccess(str(error)) from None
+        client.health(timeout=REACH_S if timeout is None else min(timeout, REACH_S))
+    except RpcError as error:
+        if isinstance(error, Unavailable | DeadlineExceeded) and not error.reason:
+            raise
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

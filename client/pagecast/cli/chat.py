@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         print("Ctrl-C stops an answer, /exit ends.")
     with arguments.connect(args) as client:
+        arguments.reach(client, args.timeout)
         while (line := _next_line()) is not None:
             history.append(ChatMessage("user", line))
             answer, start = Answer(), time.perf_counter()

@@ -20,11 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
-    answer, start = Answer(), time.perf_counter()
+    answer = Answer()
     try:
         sampling = arguments.sampling(args)
-        with arguments.connect(args) as client, client.stream(prompt, sampling, **arguments.request_options(args)) as stream:
-            complete = show(stream, answer, start)
+        with arguments.connect(args) as client:
+            arguments.reach(client, args.timeout)
+            start = time.perf_counter()
+            with client.stream(prompt, sampling, **arguments.request_options(args)) as stream:
+                complete = show(stream, answer, start)
     except ValueError as error:
         print(f"pagecast generate: {error}", file=sys.stderr)
         return 2

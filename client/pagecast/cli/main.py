@@ -36,7 +36,8 @@ COMMANDS = {
 _ROLES = ("frontend", "gateway", "scheduler", "worker")
 
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what it logs of a failed handshake is said by the error as well
+_QUIET = "GRPC_VERBOSITY"
+"""What gRPC logs at a client, the error says as well; at a server its errors stay."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,6 +61,7 @@ def overview() -> str:
 
 
 def _run(command: str, rest: list[str]) -> int:
+    os.environ.setdefault(_QUIET, "ERROR" if command in (*_ROLES, "serve") else "NONE")
     try:
         parser = Parser(f"pagecast {command}", COMMANDS[command])
         if command in _ROLES:

@@ -75,9 +75,9 @@ class Screen:
         elif isinstance(event, Ready):
             self.bar.close()
             where = f"on {', '.join(sorted(set(event.addresses)))}" if event.addresses else f"with the scheduler at {self._head}"
-            print(f"serving {self._model} {where}", flush=True)
+            _say(f"serving {self._model} {where}")
         elif isinstance(event, Stopping):
-            print(f"stopping {', '.join(event.names)}", flush=True)
+            _say(f"stopping {', '.join(event.names)}")
         elif isinstance(event, ChildHung):
             self._complain(f"{event.name} hangs: no sign of life for {event.silent_s:.0f} s; it is killed")
         elif isinstance(event, ChildExited) and event.restart_in_s is not None:
@@ -89,3 +89,8 @@ class Screen:
 
     def _complain(self, text: str) -> None:
         write_line(f"pagecast serve: {text}")
+
+
+def _say(text: str) -> None:
+    """In one piece, also where the output is not buffered and another thread writes beside it."""
+    print(f"{text}\n", end="", flush=True)

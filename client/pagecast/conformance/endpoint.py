@@ -10,6 +10,7 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from pagecast import access
+from pagecast.channel import target_of
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc, runtime_pb2, runtime_pb2_grpc
 
@@ -87,6 +88,7 @@ class Endpoint:
     def __init__(self, target: str, *, tls: access.Tls | None = None, token: str | None = None) -> None:
         options: list[tuple[str, Any]] = [("grpc.enable_retries", 0)]
         options += [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        target = target_of(target)
         self.metadata = tuple(access.token_metadata(target, token, tls is not None))
         if tls is None:
             self.channel = grpc.aio.insecure_channel(target, options)

@@ -14,7 +14,7 @@ import zmq
 
 from pagecast_scheduler.engine import run_state
 from pagecast_scheduler.engine.cache_feed import CacheFeed
-from pagecast_scheduler.engine.config import EngineConfig
+from pagecast_scheduler.engine.config import ConfigError, EngineConfig
 from pagecast_scheduler.engine.directory import Directory
 from pagecast_scheduler.engine.epochs import INTERNAL_SLOT, Epochs, Record, Stop
 from pagecast_scheduler.engine.frontends import Frontends
@@ -77,7 +77,7 @@ class Engine:
         self._intake = Intake(self._frontends, self._epochs, self._directory, record)
         self._cache_feed = CacheFeed(self._frontends, self._incarnation)
         self._questions = Questions(self._epochs, self._group, self._intake, self._directory)
-        self._metrics = Metrics(config.metrics_port) if config.metrics_port is not None else None
+        self._metrics = _metrics(config.metrics_port)
         self._pulse = Pulse(f"{config.run_dir}/scheduler.pulse")
         self._poller = zmq.Poller()
         self._watched: set[int] = set()
@@ -332,3 +332,11 @@ class Engine:
         for fd in wanted - self._watched:
             self._poller.register(fd, zmq.POLLIN)
         self._watched = wanted
+
+
+def _metrics(port: int | None) -> Metrics | None:
+    """Raises ConfigError."""
+    try:
+        return None if port is None else Metrics(port)
+    except OSError as error:
+        raise ConfigError(f"metrics_port {port}: {error.strerror}") from None

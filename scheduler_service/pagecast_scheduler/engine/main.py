@@ -12,7 +12,7 @@ from types import FrameType
 import zmq
 
 from pagecast_scheduler.engine import logs
-from pagecast_scheduler.engine.config import EngineConfig
+from pagecast_scheduler.engine.config import ConfigError, EngineConfig
 from pagecast_scheduler.engine.epochs import Record
 from pagecast_scheduler.engine.loop import Engine
 from pagecast_scheduler.engine.run_state import RunDirInUse, RunDirLock
@@ -38,7 +38,7 @@ def run(config: EngineConfig) -> int:
         return _say(EXIT_CONFIG, f"record {config.record} cannot be written: {error.strerror}")
     try:
         engine = Engine(config, recorder)
-    except KeysError as error:
+    except (KeysError, ConfigError) as error:
         lock.release()
         return _say(EXIT_CONFIG, str(error))
     except (OSError, zmq.ZMQError) as error:

@@ -76,6 +76,7 @@ class Stages:
             if "frontend" in self._current:
                 self._restartable = ()
             self._current = self._groups.popleft()
+            self._restartable = tuple(role for role in self._restartable if role not in self._current)  # they are to end
             members = self._members(alive)
             if members:
                 self.deadline = now + min(self._grace_limit_s, max(spec.grace_s for spec in members))
