@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from pagecast_worker.config import WorkerConfig
@@ -19,6 +20,8 @@ GRAPH_RESERVE = 1 << 30
 """Bytes kept for graphs' own memory and the allocator's fragments on a GPU."""
 MIN_BLOCKS = 2
 """The null block and one to work with."""
+
+_log = structlog.get_logger(__name__)
 
 
 def num_blocks_for(
@@ -41,6 +44,8 @@ def num_blocks_for(
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     in_use = total - free - unused  # weights, state, the context, and other processes
     torch.cuda.empty_cache()
+    mib = {"in_use": in_use >> 20, "of_a_step": activations >> 20, "of_rules": later_bytes >> 20, "for_graphs": GRAPH_RESERVE >> 20}
+    _log.info("memory measured", **mib, total=total >> 20)
     count = int(total * config.gpu_memory_utilization - in_use - activations - later_bytes - GRAPH_RESERVE) // bytes_per_block
     if count < MIN_BLOCKS:
         raise LoadError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -43,6 +44,8 @@ from pagecast_worker.split_sampler import Filters, draw_from_shards
 from pagecast_worker.staging import Download, Packet
 from pagecast_worker.step_outputs import Decoded, SampleInputs
 from pagecast_worker.token_rules import Masks, StepRules, TokenRules
+
+_log = structlog.get_logger(__name__)
 
 MAX_PROMPT_LOGITS = 64
 """Prompt positions that go through the head at a time for their log-probabilities."""
@@ -192,8 +195,11 @@ class TorchExecutor:
         sharing = None if config.batch_invariant else sharing_for(self.model, self.dtype)
         graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device, sharing)
         total = len(graphs.sizes) + len(sizes)
+        free = torch.cuda.mem_get_info(self.device)[0]
         graphs.capture(pool, lambda done, _: progress(done, total))
         mixed.capture(pool, self.model.ranks.all_agree, lambda done, _: progress(len(graphs.sizes) + done, total))
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        _log.info("graphs captured", decode=len(graphs.sizes), mixed=len(mixed.ready), mib=taken >> 20)
         self._graphs, self._mixed_graphs = graphs, mixed
 
     # --- epochs and plans
