@@ -19,6 +19,12 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def warm_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that between them need every compiled variant: attention is compiled for powers of 4 from 16 on,
+    sampling for how many programs share a row, and 1 has a product of its own."""
+    return sorted({min(1 << bit, max_num_seqs) for bit in range(max_num_seqs.bit_length())} | {max_num_seqs})
+
+
 class DecodeGraphs:
     """Captured steps over one static row buffer. Unused places of a bucket hold the padding row, which kernels skip.
 

@@ -188,7 +188,7 @@ def launch_all(request: dict[str, Any]) -> None:
     """Every launch that the start of a worker makes, on tensors without memory."""
     from pagecast_worker.backend import cuda_operators
     from pagecast_worker.batch_state import BatchState
-    from pagecast_worker.graphs import buckets
+    from pagecast_worker.graphs import buckets, warm_sizes
     from pagecast_worker.kv_cache import KVCache
     from pagecast_worker.memory import prefill_step
     from pagecast_worker.mixed_graphs import sizes_for, view_step
@@ -197,7 +197,7 @@ def launch_all(request: dict[str, Any]) -> None:
     from pagecast_worker.parallel import Mute, Ranks
     from pagecast_worker.sharing import SMALLEST_BATCH, sharing_for
     from pagecast_worker.token_rules import TokenRules
-    from pagecast_worker.torch_executor import TorchExecutor, warm_sizes
+    from pagecast_worker.torch_executor import TorchExecutor
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
     shape = msgspec.convert(request["shape"], ModelConfig)

@@ -25,7 +25,7 @@ from pagecast_worker.compilers import Compilers
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.constraints import ConstraintBook, Follower
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, Prepared, ReportProgress
-from pagecast_worker.graphs import DecodeGraphs
+from pagecast_worker.graphs import DecodeGraphs, warm_sizes
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
@@ -444,9 +444,3 @@ def draw(executor: "TorchExecutor", hidden: Tensor, rows: SampleInputs) -> Decod
         return draw_from_shards(ops, model, state, hidden, rows)
     logits = model.logits(ops, hidden)
     return Decoded(sample_rows(ops, state, logits, rows), logits, rows)
-
-
-def warm_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that between them need every compiled variant: attention is compiled for powers of 4 from 16 on,
-    sampling for how many programs share a row, and 1 has a product of its own."""
-    return sorted({min(1 << bit, max_num_seqs) for bit in range(max_num_seqs.bit_length())} | {max_num_seqs})
