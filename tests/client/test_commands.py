@@ -71,6 +71,7 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["bench", "kernels", "--parts", "decode,x"], 2, "argument --parts: must be of decode, prefill"),
     (["bench", "report", "--targets", "/no/such"], 2, "cannot read /no/such: No such file or directory"),
     (["serve", "--random-weights", "/no/such"], 2, "random weights are made for the config.json of a folder, and '/no/such' has none"),
+    (["gateway", "--target", "localhost", "--http-port", "0"], 2, "an endpoint is HOST:PORT or unix:PATH, not 'localhost'"),
     (["serve", "/no/such/model"], 2, "no model '/no/such/model'"),
     (["serve", "--executor", "oracle", "--host", "0.0.0.0"], 2, "--insecure"),
     (["bench"], 2, "name what to measure"),

@@ -89,6 +89,8 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
         "messages[0].content[0]: image_url is not supported", "messages[0].content[1]: audio is not supported",
         "the keys of logit_bias must be token ids", "top_logprobs needs logprobs to be true", "response_format.json_schema must be given",
     ]),
+    ("chat/completions", {"messages": [], "logit_bias": {"x": 1.0}}, "logit_bias", ["messages must hold at least one message"]),
+    ("embeddings", {}, None, ["there is no POST /v1/embeddings here; /openapi.json has what there is"]),
     ("completions", {"prompt": [], "best_of": 3}, "best_of", ["best_of must equal n", "prompt must hold 1 to 128 prompts, not 0"]),
     ("completions", {"prompt": "x", "temperature": 1000, "top_p": 2, "max_tokens": 0, "n": 0}, "temperature", [
         "temperature must be 0 to 100, not 1000", "top_p must be greater than 0 and at most 1, not 2", "max_tokens must be 1 to",
@@ -96,13 +98,19 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
     ]),
     ("completions", {"prompt": "x", **{f"x{i}": i for i in range(99)}}, "x0", ["x0: unknown field", "x31: unknown field", "; 67 more"]),
 ])  # fmt: skip
-def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: dict[str, Any], param: str, said: list[str]) -> None:
+def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: dict[str, Any], param: str | None, said: list[str]) -> None:
     reply = httpx.post(f"{served.http}/v1/{path}", json={"model": "oracle", **content}, timeout=LIMIT_S)
     error = reply.json()["error"]
-    assert (reply.status_code, error["type"]) == (400, "invalid_request_error")
+    assert (reply.status_code, error["type"]) == (404 if path == "embeddings" else 400, "invalid_request_error")
     for words in said:
         assert words in error["message"], error["message"]
     assert error["param"] == param and len(error["message"]) < 2000
+
+
+def test_a_body_sent_as_a_form_is_told_how_to_be_sent(served: Served) -> None:
+    kinds = {"content-type": "application/x-www-form-urlencoded"}  # curl's own
+    reply = httpx.post(f"{served.http}/v1/completions", content=b'{"prompt": "x"}', headers=kinds, timeout=LIMIT_S)
+    assert reply.status_code == 400 and reply.json()["error"]["message"] == "the body must be a JSON object, sent as application/json"
 
 
 @pytest.mark.parametrize("seconds", [1.8e299, 1e12, 1e-12])

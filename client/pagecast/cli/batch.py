@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pagecast import models
-from pagecast.cli import options
+from pagecast.cli import arguments, options
 from pagecast.cli.quantities import COUNT
 from pagecast.errors import PagecastError
+from pagecast.sync import Client
 
 if TYPE_CHECKING:
     import httpx
@@ -142,6 +143,8 @@ def _opened(output: Path) -> IO[str]:
 def cluster_of(args: argparse.Namespace) -> Iterator[str]:
     """The gRPC target to ask; a cluster of one's own ends with the block."""
     if args.target is not None:
+        with Client(args.target) as client:
+            arguments.reach(client, None)  # a server that is lost later is waited for
         yield args.target
         return
     from pagecast import cluster

@@ -257,8 +257,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         return await bad(request, bad_body(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException) -> Response:
-        return JSONResponse(body(error.detail, "invalid_request_error"), error.status_code, error.headers)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        text = error.detail
+        if error.status_code in (404, 405) and text in ("Not Found", "Method Not Allowed"):
+            text = f"there is no {request.method} {request.url.path[:100]} here; /openapi.json has what there is"
+        return JSONResponse(body(text, "invalid_request_error"), error.status_code, error.headers)
 
     @app.exception_handler(CallerGone)
     async def gone(_: Request, error: CallerGone) -> Response:

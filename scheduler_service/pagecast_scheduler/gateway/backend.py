@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from pagecast.channel import channel_options, health_method, health_request, health_status
+from pagecast.channel import channel_options, health_method, health_request, health_status, target_of
 from pagecast.errors import RpcError, Unavailable, from_rpc
 from pagecast.v1 import (
     generation_pb2,
@@ -35,7 +35,7 @@ class _Endpoint:
     """The stubs of one channel."""
 
     def __init__(self, target: str) -> None:
-        self.channel = grpc.aio.insecure_channel(target, channel_options([("grpc.use_local_subchannel_pool", 1)]))
+        self.channel = grpc.aio.insecure_channel(target_of(target), channel_options([("grpc.use_local_subchannel_pool", 1)]))
         self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
         self.models = model_pb2_grpc.ModelServiceStub(self.channel)
@@ -47,6 +47,7 @@ class Backend:
     """Every front end behind this gateway. Must be made inside the event loop."""
 
     def __init__(self, targets: Sequence[str]) -> None:
+        """Raises WrongAccess for a target that is none."""
         self._endpoints = [_Endpoint(target) for _ in range(CONNECTIONS) for target in targets]
         self._turn = itertools.count()
 

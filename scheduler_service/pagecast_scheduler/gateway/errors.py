@@ -86,6 +86,8 @@ def bad_body(errors: Sequence[Mapping[str, Any]]) -> BadBody:
     for error in errors:
         if error["type"] == "json_invalid":  # its place is a number of characters, not a field
             found.setdefault("", []).append(f"the body is not JSON: {error['ctx']['error']}")
+        elif len(error["loc"]) == 1 and error["type"] != "missing":
+            found.setdefault("", []).append("the body must be a JSON object, sent as application/json")
         else:
             found.setdefault(_path(error["loc"]), []).append("unknown field" if error["type"] == "extra_forbidden" else error["msg"])
     faults = Faults()

@@ -45,6 +45,8 @@ def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
     """Raises BadBody with everything that is wrong."""
     found = Faults()
     spec = _spec(body, found)
+    if not body.messages:
+        found.add("messages must hold at least one message", "messages")
     fill_chat(spec.chat, body.messages, found)
     if body.add_generation_prompt is not None:
         spec.chat.add_generation_prompt = body.add_generation_prompt
