@@ -52,6 +52,12 @@ def test_what_is_missing_for_a_server_is_named_in_one_line() -> None:
     assert "pip install 'pagecast[serve]'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_what_is_missing_for_the_conformance_suite_is_named_before_it_begins(server: FakeServer) -> None:
+    done = python(BLOCKER + "from pagecast.cli.main import main\nsys.exit(main(sys.argv[1:]))", "conformance", "--target", server.target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'pagecast[conformance]'" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_importing_the_package_loads_nothing_else() -> None:
     done = python("import sys; before = set(sys.modules); import pagecast; print(*sorted(set(sys.modules) - before))")
     loaded = [name for name in done.stdout.split() if name.split(".")[0] not in sys.stdlib_module_names]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
+    import_module("jsonschema")  # said now if it is not there, not after half of the cases
     if args.json is not None and not args.list:
         try:
             open(args.json, "a").close()  # said now, not after all the cases

@@ -84,7 +84,8 @@ def _run(command: str, rest: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0].startswith("pagecast"):
             raise
-        print(f"pagecast {command}: needs the package {error.name}; install it with: pip install 'pagecast[serve]'", file=sys.stderr)
+        extra = "conformance" if command == "conformance" else "serve"
+        print(f"pagecast {command}: needs the package {error.name}; install it with: pip install 'pagecast[{extra}]'", file=sys.stderr)
         return 2
 
 
