@@ -270,19 +270,15 @@ def fp8_scales(weight: Tensor, importance: Tensor | None = None) -> Tensor:
     than the one of the largest magnitude.
     """
     rows, columns = weight.shape
+    sizes = 2.0 ** (torch.arange(_SCALES, device=weight.device) / _SCALES)
     scales = torch.empty((rows, 1), device=weight.device)
-    at_once = max(_ELEMENTS_AT_ONCE[weight.device.type == "cuda"] // columns, 1)
+    at_once = max(_ELEMENTS_AT_ONCE[weight.device.type == "cuda"] // (_SCALES * columns), 1)
     for first in range(0, rows, at_once):
         part = weight[first : first + at_once]
-        least = (part.abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=1e-10)
-        chosen, smallest = least, torch.full_like(least, torch.inf)
-        for step in range(_SCALES):
-            tried = least * 2.0 ** (step / _SCALES)
-            value = part / tried
-            wide = value * _SPLIT
-            error = wide.sub(value).neg_().add_(wide).sub_(value).square_()
-            cost = (error.sum(1, keepdim=True) if importance is None else (error @ importance).unsqueeze(1)).mul_(tried.square())
-            better = cost < smallest
-            chosen, smallest = torch.where(better, tried, chosen), torch.where(better, cost, smallest)
-        scales[first : first + at_once] = chosen
+        tried = (part.abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=1e-10) * sizes
+        value = part.unsqueeze(1) / tried.unsqueeze(2)
+        wide = value * _SPLIT
+        error = wide.sub(value).neg_().add_(wide).sub_(value).square_()
+        cost = (error.sum(2) if importance is None else error @ importance) * tried.square()
+        scales[first : first + at_once] = tried.gather(1, cost.argmin(1, keepdim=True))
     return scales
