@@ -26,8 +26,10 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[order]
 
 
-def write(path, kind=gguf.GGMLQuantizationType.F32, leave_out=(), architecture="llama", tokenizer=None):
-    """The tiny model as a GGUF file, its matrices stored as `kind`. tokenizer: what tells the writer of one, with its end tokens."""
+def write(path, kind=gguf.GGMLQuantizationType.F32, leave_out=(), architecture="llama", tokenizer=None, others=None):
+    """The tiny model as a GGUF file, its matrices stored as `kind`. tokenizer: what tells the writer of one, with its end tokens.
+
+    others: bytes uint8 [rows, bytes] of tensors beside the model's, by the type that they are of."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(TINY["max_position_embeddings"])
     writer.add_embedding_length(TINY["hidden_size"])
@@ -56,6 +58,8 @@ def write(path, kind=gguf.GGMLQuantizationType.F32, leave_out=(), architecture="
             writer.add_tensor(short, values)
         else:
             writer.add_tensor(short, gguf.quants.quantize(values, stored), raw_dtype=stored)
+    for other, data in (others or {}).items():
+        writer.add_tensor(f"other.{other.name}", data, raw_dtype=other)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,6 +1,7 @@
 """GGUF files: names, permuted rows, every type that can be de-quantized, and broken files."""
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,6 +26,22 @@ def test_every_stored_type_comes_back(tmp_path, kind):
             found = checkpoint.tensor(name, tuple(tensor.shape)).float()
             torch.testing.assert_close(found, tensor.float(), rtol=0, atol=error)
     assert checkpoint.config.quantization == ("" if kind in ("F32", "F16", "BF16") else kind)
+
+
+def test_types_that_only_llama_cpp_writes_are_read_as_its_library_reads_them(tmp_path):
+    """Of any bytes: blocks of 256 with scales of their own, three values, code books."""
+    generator, known = np.random.default_rng(1), gguf.GGMLQuantizationType
+    kinds = [kind for kind in known if kind.name[:2] in ("Q2", "Q3", "Q6", "TQ", "IQ", "MX") or kind.name in ("Q4_K", "Q5_K")]
+    size = lambda kind: gguf.quants.quant_shape_to_byte_shape((3, 512), kind)
+    others = {kind: generator.integers(0, 256, size(kind), np.uint8) for kind in kinds}
+    checkpoint = GgufCheckpoint(write(tmp_path / "tiny.gguf", others=others))
+    assert len(others) >= 16
+    for kind, data in others.items():
+        with np.errstate(all="ignore"):
+            want = torch.from_numpy(gguf.quants.dequantize(data, kind))
+            found = checkpoint.raw(f"other.{kind.name}")
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+        assert want.shape == (3, 512)
 
 
 def test_configuration_comes_from_the_metadata(tmp_path):
