@@ -78,7 +78,9 @@ def test_written_checkpoints_are_near_the_model(method, name, tmp_path):
         blocks = {"attention_norm": lambda layer: layer.attention.qkv, "feed_forward_norm": lambda layer: layer.feed_forward.gate_up}
         for norm, block in blocks.items():
             got, want = (getattr(layer, norm).float() * _plain(block(layer).weight) for layer in (quantized, plain))
-            assert 0.001 < float((got - want).norm() / want.norm()) < 0.25
+            kept = method == "fp8" and norm == "feed_forward_norm" and quantized is executor.model.layers[-1]
+            least, most = (0, 0.001) if kept else (0.001, 0.25)
+            assert least <= float((got - want).norm() / want.norm()) < most
     assert bool(Forward(executor).chunk(PROMPT).isfinite().all())
     assert not (tmp_path / "out" / "quantize.json").exists()
 
@@ -86,7 +88,7 @@ def test_written_checkpoints_are_near_the_model(method, name, tmp_path):
 ONE = {"num_hidden_layers": 1}
 MIXTURES = {
     "gptq": ("Qwen3MoeForCausalLM", ONE | {"mlp_only_layers": []}), "awq": ("MixtralForCausalLM", ONE),
-    "fp8": ("DeepseekV3ForCausalLM", ONE | {"first_k_dense_replace": 0, "head_dim": None}),
+    "fp8": ("DeepseekV3ForCausalLM", {"num_hidden_layers": 2, "first_k_dense_replace": 0, "head_dim": None}),
     "rtn-int4": ("Qwen3MoeForCausalLM", ONE | {"mlp_only_layers": []}),
 }  # fmt: skip
 
@@ -97,17 +99,18 @@ def test_written_experts_are_near_the_model(method, tmp_path):
     source, _ = write_family(name, tmp_path / "plain", **SIZES | changes)
     quantize(job(source, tmp_path / "out", method, () if method == "rtn-int4" else SEQUENCES[:2]), silent)
     quantized, plain = executor_for(tmp_path / "out"), executor_for(source)
-    written = load_file(tmp_path / "out" / "model-00002-of-00002.safetensors")
+    written = load_file(next((tmp_path / "out").glob("model-00002-of-*.safetensors")))
     marker = {"awq": ".qweight", "fp8": ".weight_scale"}.get(method, ".weight_packed")
     assert any(".experts.3." in key and key.endswith(marker) for key in written)
     for layer, exact in zip(quantized.model.layers, plain.model.layers, strict=True):
         got, want = layer.feed_forward, exact.feed_forward
+        least, most = (0, 0.001) if method == "fp8" and layer is quantized.model.layers[-1] else (0.001, 0.35)
         for down, gate_up, exact_down, exact_gate_up in zip(
             _plain(got.down.weight), _plain(got.gate_up.weight), want.down.weight, want.gate_up.weight, strict=True
         ):
             # AWQ moves size from an expert's up rows to its down columns: their product is what stays.
             ours, theirs = down @ gate_up.chunk(2)[1], exact_down @ exact_gate_up.chunk(2)[1]
-            assert 0.001 < float((ours - theirs).norm() / theirs.norm()) < 0.35
+            assert least <= float((ours - theirs).norm() / theirs.norm()) < most
         if method == "fp8":
             pairs = [(getattr(layer.attention, part), getattr(exact.attention, part)) for part in ("down", "query", "output")]
             assert all(0.001 < float((_plain(a.weight) - b.weight).norm() / b.weight.norm()) < 0.2 for a, b in pairs)
@@ -115,9 +118,10 @@ def test_written_experts_are_near_the_model(method, tmp_path):
     assert bool(Forward(quantized).chunk(PROMPT).isfinite().all())
 
 
-def test_without_calibration_the_last_feed_forward_block_stays_as_it_is(tmp_path):
+@pytest.mark.parametrize("sequences", [(), SEQUENCES[:2]], ids=["to the nearest", "calibrated"])
+def test_in_eight_bits_the_last_feed_forward_block_stays_as_it_is(sequences, tmp_path):
     source, _ = write_family("LlamaForCausalLM", tmp_path / "plain", **SIZES)
-    quantize(job(source, tmp_path / "out", "fp8"), silent)
+    quantize(job(source, tmp_path / "out", "fp8", sequences), silent)
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     assert [f"model.layers.1.mlp.{part}_proj" for part in ("down", "gate", "up")] == [one for one in ignored if "layers" in one]
     first, last = (layer.feed_forward.down.weight for layer in executor_for(tmp_path / "out").model.layers)

@@ -56,8 +56,8 @@ def products_of(block: Any) -> Iterator[Product]:
 
 
 def kept_plain(layers: list[Any], method: str | None) -> set[int]:
-    """ids of the products' layers that stay as they are where weights are rounded to e4m3 without calibration: the last feed-forward
-    block's. Its errors go straight into the logits; in the model of docs/quantization.md it alone costs half of what all products do.
+    """ids of the products' layers that stay as they are where weights are rounded to e4m3: the last feed-forward block's.
+    Its errors go straight into the logits; in the model of docs/quantization.md it alone costs half of what all products do.
     """
     return {id(product.layer) for product in products_of(layers[-1].feed_forward)} if method == "fp8" else set()
 

@@ -118,7 +118,7 @@ class _Run:
 
     def _weights(self, layer: Layer, sources: list[Source]) -> dict[str, Weight]:
         """The checkpoint's names of a layer's weights to quantize, and the parameter that each of them fills a part of."""
-        kept = kept_plain(self._model.layers, None if self._job.calibrated else self._job.method)
+        kept = kept_plain(self._model.layers, self._job.method)
         blocks = [product.layer.weight for product in products_of(layer) if id(product.layer) not in kept]
         wanted = {id(weight): weight for weight in blocks if isinstance(weight, Tensor)}
         found = {s.name: (wanted[id(s.parameter)], s.expert) for s in sources if id(s.parameter) in wanted and len(s.shape) == 2}
