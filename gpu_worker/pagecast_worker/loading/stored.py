@@ -266,11 +266,11 @@ def fp8_scales(weight: Tensor, importance: Tensor | None = None) -> Tensor:
     """float32[N, 1] for weight float32[N, K]: of the scales that bring a row's largest magnitude to between 224 and 448, eight to the
     octave, the one with the smallest squared error, weighed by importance float32[K].
 
-    A float's error does not shrink with its scale, but where the steps of e4m3 fall does: the best of eight has an eighth less error
-    than the one of the largest magnitude.
+    A float's error hardly depends on the size of its scale, but on where in a row its steps fall: the best of eight has an eighth less
+    error than the one of the largest magnitude.
     """
     rows, columns = weight.shape
-    sizes = 2.0 ** (torch.arange(_SCALES, device=weight.device) / _SCALES)
+    sizes = torch.tensor([2 ** (step / _SCALES) for step in range(_SCALES)], device=weight.device)
     scales = torch.empty((rows, 1), device=weight.device)
     at_once = max(_ELEMENTS_AT_ONCE[weight.device.type == "cuda"] // (_SCALES * columns), 1)
     for first in range(0, rows, at_once):
