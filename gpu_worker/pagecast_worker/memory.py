@@ -1,5 +1,6 @@
 """How many KV blocks fit: on a GPU what a real peak step leaves of the allowed share, on a CPU what the operator grants."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,13 +29,10 @@ def num_blocks_for(
     config: WorkerConfig, device: torch.device, bytes_per_block: int, peak: Callable[[], None], later_bytes: int = 0
 ) -> int:
     """Blocks of the pool, null block included. later_bytes: what is allocated later. Raises LoadError where not even one fits."""
+    if device.type == "cpu":
+        return _granted(config, bytes_per_block)
     if config.num_blocks is not None:
         return config.num_blocks
-    if device.type == "cpu":
-        count = int(config.cpu_kv_gib * (1 << 30)) // bytes_per_block
-        if count < MIN_BLOCKS:
-            raise LoadError(f"cpu_kv_gib must be at least {MIN_BLOCKS * bytes_per_block / (1 << 30):.3f}, got {config.cpu_kv_gib}")
-        return count
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     peak()
@@ -52,6 +50,21 @@ def num_blocks_for(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total >> 20} MiB leaves no room for KV blocks: "
             f"{in_use >> 20} MiB are in use and a step takes {activations >> 20} MiB"
         )
+    return count
+
+
+def _granted(config: WorkerConfig, bytes_per_block: int) -> int:
+    """Blocks on a CPU. Raises LoadError for fewer than can be worked with, and for more than the machine has memory."""
+    count = config.num_blocks
+    if count is None:
+        count = int(config.cpu_kv_gib * (1 << 30)) // bytes_per_block
+        if count < MIN_BLOCKS:
+            raise LoadError(f"cpu_kv_gib must be at least {MIN_BLOCKS * bytes_per_block / (1 << 30):.3f}, got {config.cpu_kv_gib}")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if count * bytes_per_block > memory:
+        name = "cpu_kv_gib" if config.num_blocks is None else "num_blocks"
+        need = count * bytes_per_block / (1 << 30)
+        raise LoadError(f"{name} {getattr(config, name)} takes {need:.1f} GiB, and this machine has {memory / (1 << 30):.1f}")
     return count
 
 

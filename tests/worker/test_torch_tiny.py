@@ -12,8 +12,10 @@ from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import FLAG_BAD, FLAG_IDLE, FLAG_STOP
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker import torch_executor
+from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, PlanError
 from pagecast_worker.graphs import DecodeGraphs, buckets
+from pagecast_worker.memory import num_blocks_for
 from pagecast_worker.results import join_steps
 
 NUM_BLOCKS = 60
@@ -170,3 +172,10 @@ def test_a_kernel_that_the_device_cannot_run_is_named_while_loading(tmp_path, mo
     monkeypatch.setattr(torch_executor, "peak_step", lambda executor: configs.latent_prefill(executor.device, 4))
     with pytest.raises(LoadError, match="needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits"):
         load_tiny(tmp_path, NUM_BLOCKS)
+
+
+@pytest.mark.parametrize("given", [{"cpu_kv_gib": 100_000.0}, {"num_blocks": 60_000_000}])
+def test_a_pool_larger_than_the_machine_is_refused_by_its_option(given) -> None:
+    config = WorkerConfig(run_dir="/unused", model="m", **given)
+    with pytest.raises(LoadError, match=f"^{next(iter(given))} .* takes .* GiB, and this machine has"):
+        num_blocks_for(config, torch.device("cpu"), 1 << 20, lambda: None)

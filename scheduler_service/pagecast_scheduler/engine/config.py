@@ -7,6 +7,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BATCH_DELAY_MS = 10
 MAX_RESUME_S = 3600
 MAX_TIME_S = 86_400
+MAX_BLOCKS = 1 << 26
+"""The block table takes about 16 bytes for each, whether memory for what they hold is there or not."""
 MAX_IPC_PATH_BYTES = 107
 """Linux refuses a longer unix socket path (sun_path holds 108 bytes with the closing zero)."""
 
@@ -78,8 +80,8 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             value = self.max_num_batched_tokens
             raise ConfigError(f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), not {value}")
-        if self.num_blocks is not None and not 2 <= self.num_blocks < 2**31:
-            raise ConfigError(f"num_blocks must be at least 2 (block 0 is never allocated) and below 2**31, not {self.num_blocks}")
+        if self.num_blocks is not None and not 2 <= self.num_blocks <= MAX_BLOCKS:
+            raise ConfigError(f"num_blocks must be at least 2 (block 0 is never allocated) and at most {MAX_BLOCKS}, not {self.num_blocks}")
         if self.max_model_len is not None and not 2 <= self.max_model_len < 2**31:
             raise ConfigError(f"max_model_len must be at least 2 and below 2**31, not {self.max_model_len}")
         if self.metrics_port is not None and not 0 < self.metrics_port < 65536:

@@ -70,22 +70,24 @@ def check(config: FrontendConfig) -> str | None:
     """One line saying what is wrong with the configuration, or None."""
     if not 0 <= config.port <= 65535:
         return f"port must be 0 to 65535, not {config.port}"
-    if not 4096 <= config.max_message_bytes < 2**31:
-        return f"max_message_bytes must be at least 4096 and below 2**31, not {config.max_message_bytes}"
+    if not 4096 <= config.max_message_bytes <= 1 << 30:
+        return f"max_message_bytes must be 4096 to {1 << 30}, not {config.max_message_bytes}"
     if not 4096 <= config.max_metadata_bytes <= 1 << 20:
         return f"max_metadata_bytes must be 4096 to {1 << 20}, not {config.max_metadata_bytes}"
     if not 0 <= config.max_detach_grace_s <= 86_400:
         return f"max_detach_grace_s must be 0 to 86400, not {config.max_detach_grace_s}"
     if not 0 <= config.index < 1 << 16:
         return f"index must be 0 to {(1 << 16) - 1}, not {config.index}"
+    if config.served_model_name == "":
+        return "served_model_name must not be empty"
     return _check_listeners(config) or _check_limits(config)
 
 
 def _check_limits(config: FrontendConfig) -> str | None:
-    if config.max_connections is not None and not 1 <= config.max_connections < 2**31:
-        return f"max_connections must be at least 1 and below 2**31, not {config.max_connections}"
-    if not 1 <= config.max_streams_per_connection < 2**31:
-        return f"max_streams_per_connection must be at least 1 and below 2**31, not {config.max_streams_per_connection}"
+    if config.max_connections is not None and not 1 <= config.max_connections <= 1 << 30:
+        return f"max_connections must be at least 1 and at most {1 << 30}, not {config.max_connections}"
+    if not 1 <= config.max_streams_per_connection <= 1 << 20:
+        return f"max_streams_per_connection must be at least 1 and at most {1 << 20}, not {config.max_streams_per_connection}"
     if not 0 < config.max_request_s <= 31_536_000:
         return f"max_request_s must be more than 0 and at most 31536000, not {config.max_request_s:g}"
     for name in ("drain_announce_s", "drain_timeout_s", "slow_consumer_timeout_s"):

@@ -38,8 +38,8 @@ def check(config: GatewayConfig) -> str | None:
         return "target must be one or more addresses, separated by commas"
     if not 0 <= config.port <= 65535:
         return f"http_port must be 0 to 65535, not {config.http_port}"
-    if not 4096 <= config.max_message_bytes < 2**31:
-        return f"max_message_bytes must be at least 4096 and below 2**31, not {config.max_message_bytes}"
+    if not 4096 <= config.max_message_bytes <= 1 << 30:
+        return f"max_message_bytes must be 4096 to {1 << 30}, not {config.max_message_bytes}"
     if (config.tls_cert is None) != (config.tls_key is None):
         return "tls_cert and tls_key go together"
     if not is_loopback(config.host) and config.tls_cert is None and not config.insecure:
