@@ -26,7 +26,6 @@ from pagecast_kernels import (
     configs,
     decode,
     decode_flat,
-    early,
     elementwise,
     experts,
     gemv,
@@ -117,25 +116,6 @@ def attention_variants() -> Iterator[Variant]:
             f"paged_prefill {name}",
             lambda q=q, args=args, o=options: prefill.paged_prefill(q, *args, _ints(3), _ints(2), 0.1, max_query_len=64, **o),
         )
-
-
-def early_variants(arch: int) -> Iterator[Variant]:
-    """What starts early in steps of small models, where a GPU can: twice, as the first decode of a step does not."""
-
-    def launched(launch: Callable[[], object]) -> None:
-        early.decide(0, torch.device("meta"))
-        try:
-            launch()
-            launch()
-        finally:
-            early.decide(None, torch.device("meta"))
-
-    hopper = hopper_variants() if arch == 90 else ()
-    for name, launch in [*attention_variants(), *hopper, *row_variants(torch.bfloat16)]:
-        decode = name.startswith("paged_decode_flat") and "bfloat16" in name and (" h128 g4 page16" in name or " h64 g3" in name)
-        decode |= name == "paged_decode hopper h64 g3 page16"
-        if decode or name.split()[0] in ("rms_norm", "add_rms_norm", "silu_mul", "rope_and_write_kv") or "gemv" in name:
-            yield f"early {name}", functools.partial(launched, launch)
 
 
 def shared_variants(dtype: torch.dtype) -> Iterator[Variant]:
@@ -377,7 +357,6 @@ def main() -> int:
     hopper = hopper_variants() if args.arch == 90 else ()
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
-    every += early_variants(args.arch) if args.arch >= 90 else ()
     for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):
         every += [*variants(torch.bfloat16), *variants(torch.float32)]
     for name, launch in every:

@@ -97,10 +97,9 @@ def device_named(name: str, rank: int | None = None) -> torch.device:
 
 def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
-    from pagecast_kernels import early, products, triton_ops
+    from pagecast_kernels import products, triton_ops
     from pagecast_kernels.gemv import gemv_add, norm_gemv, norm_gemv_silu_mul
 
-    early.decide(_largest_product(model), device)
     scratch = _scratch(config, model, device)
 
     linear = products.linear
@@ -151,13 +150,6 @@ def invariant_operators(config: WorkerConfig, model: Decoder, device: torch.devi
 def is_quantized(model: Decoder) -> bool:
     """Whether a product's weight is anything but a tensor."""
     return any(not isinstance(product.layer.weight, Tensor) for layer in model.layers for product in products_of(layer))
-
-
-def _largest_product(model: Decoder) -> int | None:
-    """Bytes of the largest weight of a layer's product, for a model of 16 or 32 bits on one rank."""
-    if model.ranks.size > 1 or is_quantized(model):
-        return None
-    return max(product.layer.weight.nbytes for layer in model.layers for product in products_of(layer))
 
 
 def products_over(quantized: Any) -> dict[str, Any]:

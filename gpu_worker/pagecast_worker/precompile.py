@@ -80,9 +80,8 @@ class Precompilation:
 
 
 def _layers(shape: ModelConfig, method: str | None) -> int:
-    """How many of the first layers have one of every kind among them, the last one being another kind where it is not rounded, and the
-    first one too: its decode comes right behind the step's list of tiles, and so does not start early (pagecast_kernels.early)."""
-    return min(max(shape.layers_of_every_kind(), 2) + (method == "fp8"), shape.num_layers)
+    """How many of the first layers have one of every kind among them, the last one being another kind where it is not rounded."""
+    return min(shape.layers_of_every_kind() + (method == "fp8"), shape.num_layers)
 
 
 def tell_of_compilations() -> None:

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, decode, early
+from pagecast_kernels import configs, decode
 from pagecast_kernels.decode import DecodeWorkspace, combine, decode_workspace
-from pagecast_kernels.early import wait_and_release
 from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen
 from pagecast_kernels.paging import heads_at, load_tile, runs_of, zero_padding
 from pagecast_kernels.shares import add_members, arrives_last, owner, share_of, store_part
@@ -149,7 +148,7 @@ def _decode_flat(
     batch, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-    TEAM: tl.constexpr, EARLY: tl.constexpr,
+    TEAM: tl.constexpr,
 ):  # fmt: skip
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
     PARTS: tl.constexpr = max(WARPS * 1024 // (OWN * LANES), 1)
@@ -167,7 +166,6 @@ def _decode_flat(
         block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
         # The first (sequence, KV head), for the end.
         first_begin, first_own, first_place, first_head = kv_head * tiles + first, own, place, kv_head
-        wait_and_release(EARLY)
         top, total, values = nothing_seen(ROWS, LANES)
         for at in tl.range(begin, end, num_stages=STAGES):
             head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
@@ -229,16 +227,14 @@ def _decode_flat(
                 PARTS, TEAM,
             )  # fmt: skip
 
-    if begin >= end:
-        wait_and_release(EARLY)
     zero_padding(lens_ptr, out_ptr, batch, program, programs, held, row, lane, NUM_KV_HEADS, GROUP, DIM)
 
 
 def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, softcap: float, tiles: TileList,
-    workspace: DecodeWorkspace, out: Tensor, config: configs.Decode, starts_early: bool = False,
+    workspace: DecodeWorkspace, out: Tensor, config: configs.Decode,
 ) -> Tensor:  # fmt: skip
-    """decode.paged_decode over a list of tiles; config.tile is the list's. starts_early: the list was made before the launch before."""
+    """decode.paged_decode over a list of tiles; config.tile is the list's."""
     (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     factor, cap = configs.score_scale(scale, softcap)
@@ -247,7 +243,7 @@ def launch(
         workspace.counters, workspace.teams, workspace.parts, workspace.stats, batch, factor, cap,
         num_kv_heads, group, block_size, dim, softcap != 0.0, max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim),
         tiles.tile, _blocks_a_tile(tiles.tile, block_size), config.stages, config.warps, config.team,
-        starts_early, num_warps=config.warps, maxnreg=config.registers, launch_pdl=starts_early,
+        num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
     return out
 
@@ -265,18 +261,16 @@ class StepTiles:
         self._step: tuple[Tensor, ...] = ()
         self._filled: set[int] = set()  # tiles whose lists are this step's
 
-    def of(self, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int, tile: int) -> tuple[TileList, bool]:
-        """The step's list, and whether it was there before: launches other than the caller's lie between."""
+    def of(self, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int, tile: int) -> TileList:
         step = (block_table, rows, seq_lens)
         if tile not in self._lists:
             self._lists[tile] = tile_list(self._max_seqs, block_table.shape[1], block_size, tile, block_table.device)
         if len(self._step) != 3 or any(a is not b for a, b in zip(step, self._step)):
             self._step, self._filled = step, set()
-        listed = tile in self._filled
-        if not listed:
+        if tile not in self._filled:
             list_tiles(self._lists[tile], *step, block_size)
             self._filled.add(tile)
-        return self._lists[tile], listed
+        return self._lists[tile]
 
 
 @dataclass(frozen=True)
@@ -319,9 +313,8 @@ def paged_decode(
 
         if decode_hopper.suits(q, k_cache, softcap):
             hopper = configs.decode_hopper(num_kv_heads, dim, q.device)
-            tiles, _ = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
+            tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
             return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
     config = configs.decode_flat(batch, num_kv_heads, dim, q.device)
-    tiles, listed = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
-    starts_early = listed and early.wanted() and not config.team  # a launch with teams has no register left for it
-    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config, starts_early)
+    tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
+    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config)

@@ -14,9 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from pagecast_kernels import configs, early
+from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
 from pagecast_kernels.shares import owner, share_of
@@ -279,7 +279,6 @@ def _decode_hopper(
     q_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, batch, scale, spare,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr,
     Q_ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr, PRODUCER: gl.constexpr,
-    EARLY: gl.constexpr,
 ):  # fmt: skip
     # Query rows in DEPTH slots, by halves; then DEPTH times K by halves and V by halves.
     CHUNKS: gl.constexpr = DIM // 64 * DEPTH * (Q_ROWS // 8 + 2 * (KV // 8))
@@ -292,8 +291,6 @@ def _decode_hopper(
     fence_async_shared()
     gl.thread_barrier()
     gdc_wait()  # Up to here beside the end of the launch before, where the device can.
-    if EARLY:
-        gdc_launch_dependents()
     tiles = gl.load(count_ptr)  # of one KV head
     begin, end, share, extra = share_of(gl.program_id(0), gl.num_programs(0), tiles * NUM_KV_HEADS)
     if begin < end:
@@ -340,6 +337,6 @@ def launch(
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
         workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
         num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), dim, config.fetching,
-        early.wanted(), num_warps=4, maxnreg=config.registers, launch_pdl=config.early or early.wanted(),
+        num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
     )  # fmt: skip
     return out

@@ -5,15 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import early
-from pagecast_kernels.early import wait_and_release
-
 _COLUMNS = 1024  # elements a program moves: eight 16-byte accesses of bf16 a warp, four warps
 
 
 @triton.jit
-def _gate_mul(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr):
-    wait_and_release(EARLY)
+def _gate_mul(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < inner
@@ -41,8 +37,7 @@ def _launch_gate_mul(gate_up: Tensor, gelu: bool, out: Tensor | None) -> Tensor:
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
     if tokens:
-        grid = (tokens, triton.cdiv(inner, _COLUMNS))
-        _gate_mul[grid](gate_up, out, inner, gelu, _COLUMNS, early.wanted(), num_warps=4, launch_pdl=early.wanted())
+        _gate_mul[(tokens, triton.cdiv(inner, _COLUMNS))](gate_up, out, inner, gelu, _COLUMNS, num_warps=4)
     return out
 
 

@@ -11,9 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from pagecast_kernels import early
-from pagecast_kernels.early import fetch, wait_and_release
-
 
 class GemvConfig(NamedTuple):
     """rows: weight rows of a program; depth: columns a step; stages: of the load pipeline; warps: of a program."""
@@ -43,19 +40,11 @@ def _gemv(
     weight_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.minimum(row, N - 1).to(tl.int64) * K
     other = start + N.to(tl.int64) * K  # GATED: the up row of each gate row
     offset = tl.arange(0, DEPTH)
-    if EARLY:  # what the loop's first stages will load is on its way to L2 before x is there
-        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        line = tl.minimum(tl.arange(0, DEPTH * STAGES // LINE) * LINE, K - 1)
-        fetch(weight_ptr + start[:, None] + line[None, :])
-        if GATED:
-            fetch(weight_ptr + other[:, None] + line[None, :])
-    wait_and_release(EARLY)
     acc = tl.zeros([ROWS, DEPTH], tl.float32)
     up = tl.zeros([ROWS, DEPTH], tl.float32)
     squares = tl.zeros([DEPTH], tl.float32)
@@ -94,7 +83,7 @@ def _launch(
     N, K = out.shape[1], weight.shape[1]
     _gemv[(triton.cdiv(N, rows),)](
         weight, x, gamma, bias, out, N, K, eps, rows, config.depth, config.stages, K % config.depth == 0, gamma is not None, gated, add,
-        bias is not None, early.wanted(), num_warps=config.warps, launch_pdl=early.wanted(),
+        bias is not None, num_warps=config.warps,
     )  # fmt: skip
     return out
 

@@ -5,19 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, early
-from pagecast_kernels.early import wait_and_release
+from pagecast_kernels import configs
 
 
 @triton.jit
-def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, hidden, x_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+def _rms_norm(x_ptr, residual_ptr, weight_ptr, out_ptr, hidden, x_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)
-    wait_and_release(EARLY)
     x = tl.load(x_ptr + row * x_stride + column, inside, 0.0).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row * hidden + column, inside, 0.0).to(tl.float32)
@@ -32,9 +28,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
     if tokens:
         block = triton.next_power_of_2(hidden)
         _rms_norm[(tokens,)](
-            x, residual, weight, out, hidden, x.stride(0), eps, residual is not None, block, early.wanted(),
-            num_warps=configs.row_warps(block), launch_pdl=early.wanted(),
-        )  # fmt: skip
+            x, residual, weight, out, hidden, x.stride(0), eps, residual is not None, block, num_warps=configs.row_warps(block)
+        )
     return out
 
 

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, early
-from pagecast_kernels.early import wait_and_release
+from pagecast_kernels import configs
 
 _HEADS = 8
 
@@ -22,11 +21,6 @@ def _scale_heads(first, second, weight_ptr, lane, inside, eps, HALF: tl.constexp
     low = tl.load(weight_ptr + lane, inside, 0.0).to(tl.float32)
     high = tl.load(weight_ptr + HALF + lane, inside, 0.0).to(tl.float32)
     return first * scale * low[None, :], second * scale * high[None, :]
-
-
-@triton.jit
-def _halves(source, held, HALF: tl.constexpr):
-    return tl.load(source, held, 0.0), tl.load(source + HALF, held, 0.0)
 
 
 @triton.jit
@@ -59,7 +53,6 @@ def _rope_and_write_kv(
     HALF: tl.constexpr,
     LANES: tl.constexpr,
     HEADS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -68,16 +61,13 @@ def _rope_and_write_kv(
     held_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
     held = held_head & inside[None, :]
     source = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + lane[None, :]
-    if not EARLY:
-        first_raw, second_raw = _halves(source, held, HALF)
+    first_raw = tl.load(source, held, 0.0)
+    second_raw = tl.load(source + HALF, held, 0.0)
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + lane, inside, 0.0)[None, :]
     sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + lane, inside, 0.0)[None, :]
 
-    if EARLY:
-        wait_and_release(EARLY)
-        first_raw, second_raw = _halves(source, held, HALF)
     is_q = (head < NUM_HEADS)[:, None]
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if Q_NORM:
@@ -137,7 +127,6 @@ def rope_and_write_kv(
         _rope_and_write_kv[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
             qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, k_scale, v_scale, out_q, qkv.stride(0), eps,
             q_norm is not None, k_norm is not None, k_scale is not None, num_heads, num_kv_heads, k_cache.shape[2],
-            half, triton.next_power_of_2(half), _HEADS, early.wanted(), num_warps=1 if half <= 64 else 2,
-            launch_pdl=early.wanted(),
+            half, triton.next_power_of_2(half), _HEADS, num_warps=1 if half <= 64 else 2,
         )  # fmt: skip
     return out_q
