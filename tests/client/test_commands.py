@@ -76,6 +76,7 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["serve", "--executor", "oracle", "--num-blocks", "2147483647"], 2, "--num-blocks must be at least 2"),
     (["serve", "--executor", "oracle", "--max-connections", "2147483647"], 2, "--max-connections must be at least 1 and at most"),
     (["serve", "--executor", "oracle", "--max-message-bytes", "2147483647"], 2, "--max-message-bytes must be 4096 to"),
+    (["perplexity", "smollm2-135m", "-", "--window", "1"], 2, "argument --window: must be at least 2, not 1"),
     (["serve", "/no/such/model"], 2, "no model '/no/such/model'"),
     (["serve", "--executor", "oracle", "--host", "0.0.0.0"], 2, "--insecure"),
     (["bench"], 2, "name what to measure"),

@@ -41,7 +41,6 @@ def test_windows_and_figures():
     ("arguments", "message"),
     [
         (["perplexity", "smollm2-135m", "no-such-file"], "no-such-file: cannot be read"),
-        (["perplexity", "smollm2-135m", "-", "--window", "1"], "argument --window: must be at least 2, not 1"),
         (["quantize", "smollm2-135m", "out", "--to", "rtn-int4", "--calibration", "x"], "--calibration must not be given for rtn-int4"),
         (["quantize", "smollm2-135m", "out", "--to", "gptq", "--group-size", "48"], "must be 32, 64 or a multiple of 128, got 48"),
         (["quantize", "smollm2-135m", "out", "--to", "awq", "--calibration", "no-such-file"], "no-such-file: cannot be read"),
