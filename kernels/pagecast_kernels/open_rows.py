@@ -168,5 +168,5 @@ def finish_open_rows(
     _finish_open_rows[(batch, slices)](
         logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, work.states, out, work.bounds, work.counters, work.candidates,
         vocab, logits.stride(0), slice_size,
-        KEY_BITS[logits.dtype], slices, COLUMNS, _ROW_TILE_BYTES // logits.element_size(), _CANDIDATES, _TILE, num_warps=16, maxnreg=64,
+        KEY_BITS[logits.dtype], slices, COLUMNS, _ROW_TILE_BYTES // logits.element_size(), _CANDIDATES, _TILE, num_warps=16, maxnreg=128,
     )  # fmt: skip
