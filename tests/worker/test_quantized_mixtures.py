@@ -183,7 +183,7 @@ def test_kernels_compute_what_the_cpu_computes(family, changes, options, kinds, 
     executor = SimpleNamespace(config=config, model=model, cache=cache, ops=cuda_operators(config, model, cpu))
     assert {type(product.layer.weight) for product in all_products(executor)} == set(kinds)
     one, other = Forward(executor), Forward(want)
-    for ids in (PROMPT[:5], [5]):
+    for ids in (PROMPT[:5], [9]):  # both choose the same experts for these: none is chosen by a hair's breadth
         got, exact = (forward.chunk(ids).float() if len(ids) > 1 else forward.decode(ids[0]).float() for forward in (one, other))
         assert apart(got, exact) < (0.1 if options["quantization"] == "fp8" else 0.02)
 
