@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.noise import GREEDY_BELOW, bits_of, key_of, noisy
+from pagecast_kernels.noise import GREEDY_BELOW, PER_ROW, bits_of, key_of, noisy
 from pagecast_kernels.searches import kth_largest, nucleus_of
 from pagecast_kernels.shares import arrives_last
 
@@ -79,7 +79,7 @@ def _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
     return temperature, top_k, top_p, min_p, in_k, in_p, bounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _bound(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, states_ptr, maxima_ptr, bounds_ptr,
     vocab, stride, slice_size,
@@ -233,7 +233,7 @@ def _finish_many(
         tl.store(state_ptr, open_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _narrow(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
     counters_ptr, cutoffs_ptr, states_ptr, out_ptr, bounds_ptr, candidates_ptr, tokens_ptr, counts_ptr, masses_ptr,

@@ -3,6 +3,12 @@
 import triton
 import triton.language as tl
 
+PER_ROW = (
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "sequence_ptr", "positions_ptr", "out_ptr",
+    "counters_ptr",
+)  # fmt: skip
+"""Arguments of kernels of which a row has one value: rows of a packed table, begun wherever a batch's size puts them, which is nothing
+to compile a kernel anew for."""
 GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
 _MOST_NOISE = tl.constexpr(16.7)  # more than -log(-log u) of the largest u, 1 - 2⁻²⁴
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 from pagecast_kernels.cutoffs import COLUMNS, KEY_BITS, PROPOSED, WANTED, CutoffWorkspace
-from pagecast_kernels.noise import best_of, key_of
+from pagecast_kernels.noise import PER_ROW, best_of, key_of
 from pagecast_kernels.searches import collect, column_maxima, kth_largest, masses_above, nucleus_of, search_row, wide_nucleus
 from pagecast_kernels.shares import arrives_last
 
@@ -111,7 +111,7 @@ def _draw_again(logits, vocab, above, top, wanted, temperature, min_p, inverse, 
     return token
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _finish_open_rows(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
     states_ptr, out_ptr, bounds_ptr, counters_ptr, scratch_ptr, vocab, stride, slice_size,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 from pagecast_kernels.cutoffs import DRAWN, OPEN, CutoffWorkspace, cutoff_workspace, find_cutoffs
-from pagecast_kernels.noise import best_of, key_of, scale_of
+from pagecast_kernels.noise import PER_ROW, best_of, key_of, scale_of
 from pagecast_kernels.open_rows import finish_open_rows
 from pagecast_kernels.shares import arrives_last
 
@@ -39,7 +39,7 @@ def sample_workspace(max_rows: int, device: torch.device | str) -> SampleWorkspa
     return SampleWorkspace(counters, cutoff_workspace(max_rows, device), best, ids)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _choose(
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, states_ptr, out_ptr,
     counters_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,

@@ -6,12 +6,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.noise import bits_from, key_of, noisy, scale_of
+from pagecast_kernels.noise import PER_ROW, bits_from, key_of, noisy, scale_of
 
 _TILE = 2048
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=PER_ROW)
 def _best_of_shard(
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, keys_ptr, size, stride, slice_size, first,
     SLICES: tl.constexpr, TILE: tl.constexpr,

@@ -24,6 +24,30 @@ def test_kernels_compile(arch: int, only: str) -> None:
     assert done.returncode == 0 and "paged_prefill" in done.stdout, done.stdout + done.stderr
 
 
+ROWS_OF_A_TABLE = """
+import torch, compile_check
+from pagecast_kernels import sampling
+
+compiled = compile_check.compile_only(90)
+for batch in (1, 2, 4):
+    floats, ids = torch.zeros((3, batch)), torch.zeros((4, batch), dtype=torch.int32)  # packed: a batch of one begins anywhere
+    logits, seeds = torch.zeros((batch, 1024), dtype=torch.bfloat16), torch.zeros(batch, dtype=torch.int64)
+    sampling.sample(logits, floats[0], ids[1], floats[1], floats[2], seeds, ids[2], ids[3], out=ids[0])
+for name in sorted({kernel.metadata.name for kernel in compiled}):
+    print(name, len({kernel.hash for kernel in compiled if kernel.metadata.name == name}))
+"""
+
+
+def test_where_a_batch_begins_in_memory_compiles_nothing_anew() -> None:
+    """Else the kernels that are compiled ahead, for tensors without memory, are not the ones that a batch of one needs."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(ROOT / "kernels")
+    done = subprocess.run([sys.executable, "-c", ROWS_OF_A_TABLE], env=env, capture_output=True, text=True, timeout=600)
+    assert dict(line.split() for line in done.stdout.splitlines()) == {
+        "_bound": "1", "_narrow": "1", "_choose": "1", "_finish_open_rows": "1",
+    }, done.stdout + done.stderr  # fmt: skip
+
+
 def test_launches_are_smaller_where_there_is_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     of_hopper = configs.prefill(128, "cpu"), configs.decode_flat(1, 8, 128, "cpu"), configs.latent_prefill("cpu")
     monkeypatch.setattr(configs, "arch", lambda device: 89)
