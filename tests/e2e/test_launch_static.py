@@ -162,7 +162,7 @@ def test_a_host_that_never_comes_is_named(hosts: tuple[Host, Host], keys: Path, 
 
 
 def test_no_link_between_hosts_without_keys() -> None:
-    words = ("serve", "--executor", "oracle", "--launcher", "static", "--nnodes", "2", "--tensor-parallel-size", "2")
+    words = ("serve", "--executor", "oracle", "--port", "0", "--launcher", "static", "--nnodes", "2", "--tensor-parallel-size", "2")
     refused = pagecast(*words, "--head", "127.0.0.1:29499")
     assert refused.returncode == 2 and "refusing to listen on 127.0.0.1:29499 without keys" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1
