@@ -79,7 +79,11 @@ class _Embedded:
         max_model_len: int | None = None, enable_prefix_caching: bool = True, random_weights: str | None = None, executor: str = "torch",
         **options: Any,
     ) -> None:
-        from pagecast import cluster
+        try:
+            from pagecast import cluster
+        except ModuleNotFoundError as error:
+            hint = f"LLM and AsyncLLM need the package {error.name}; install it with: pip install 'pagecast[serve]'"
+            raise ModuleNotFoundError(hint, name=error.name) from None
 
         chosen = cluster.settings(
             model, tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_num_seqs=max_num_seqs, max_model_len=max_model_len,

@@ -52,6 +52,13 @@ def test_what_is_missing_for_a_server_is_named_in_one_line() -> None:
     assert "pip install 'pagecast[serve]'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_what_is_missing_for_the_embedded_engine_is_named() -> None:
+    done = python(BLOCKER + "from pagecast import LLM\nLLM()")
+    assert done.returncode == 1
+    assert "need the package msgspec" in done.stderr and done.stderr.rstrip().endswith("pip install 'pagecast[serve]'")
+    assert "During handling" not in done.stderr
+
+
 def test_what_is_missing_for_the_conformance_suite_is_named_before_it_begins(server: FakeServer) -> None:
     done = python(BLOCKER + "from pagecast.cli.main import main\nsys.exit(main(sys.argv[1:]))", "conformance", "--target", server.target)
     assert (done.returncode, done.stdout) == (2, "")
