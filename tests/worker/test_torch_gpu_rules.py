@@ -90,5 +90,4 @@ def test_logprobs_of_outputs_and_prompts(folder):
         executor.close()
     assert told[0][0] == told[1][0]
     assert len(told[0][1]) == 149 * 4 + 4 * 5
-    # On a GPU attention multiplies float32 with 11 bits of each number (TF32); 0.0041 was seen.
-    assert (told[0][1] - told[1][1]).abs().max() < 2e-2
+    assert (told[0][1] - told[1][1]).abs().max() < 1e-3
