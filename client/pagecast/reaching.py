@@ -14,14 +14,18 @@ ASK_S = 0.25
 NOT_SERVING = 2
 
 
-class Reach:
-    """Of one synchronous client. has_answered: whether its server ever has."""
+class _OfAClient:
+    """has_answered: whether the client's server ever has."""
 
     def __init__(self, grpc_channel: Any, target: str, metadata: Any) -> None:
         self._watch = channel.health_watch_method(grpc_channel)
         self._target = target
         self._metadata = metadata
         self.has_answered = False
+
+
+class Reach(_OfAClient):
+    """Of one synchronous client."""
 
     def explained(self, error: RpcError) -> RpcError:
         """The same error, or one that says also why nothing answered."""
@@ -37,14 +41,8 @@ class Reach:
         return _because(error, why)
 
 
-class AsyncReach:
+class AsyncReach(_OfAClient):
     """The same for an event loop."""
-
-    def __init__(self, grpc_channel: Any, target: str, metadata: Any) -> None:
-        self._watch = channel.health_watch_method(grpc_channel)
-        self._target = target
-        self._metadata = metadata
-        self.has_answered = False
 
     async def explained(self, error: RpcError) -> RpcError:
         """The same error, or one that says also why nothing answered."""

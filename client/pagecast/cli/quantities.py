@@ -12,6 +12,14 @@ LONGEST_S = 366 * 86_400.0
 """Times beyond it, in seconds, are too."""
 
 
+def _check(value: float, text: str, least: float | None, most: float, unit: str = "") -> None:
+    """Raises ArgumentTypeError for a value outside of both bounds, which may be met."""
+    if least is not None and value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least:.10g}{unit}, not {text[:40]}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most:.10g}{unit}, not {text[:40]}")
+
+
 @dataclass(frozen=True, slots=True)
 class Whole:
     """A whole number from `least` to `most`."""
@@ -24,10 +32,7 @@ class Whole:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}") from None
-        if self.least is not None and value < self.least:
-            raise argparse.ArgumentTypeError(f"must be at least {self.least}, not {text[:40]}")
-        if value > self.most:
-            raise argparse.ArgumentTypeError(f"must be at most {self.most}, not {text[:40]}")
+        _check(value, text, self.least, self.most)
         return value
 
 
@@ -50,10 +55,7 @@ class Number:
             raise argparse.ArgumentTypeError(f"must be a number{' of' + unit if unit else ''}, not {text[:40]!r}")
         if self.above is not None and value <= self.above:
             raise argparse.ArgumentTypeError(f"must be more than {self.above:g}{unit}, not {text[:40]}")
-        if self.least is not None and value < self.least:
-            raise argparse.ArgumentTypeError(f"must be at least {self.least:g}{unit}, not {text[:40]}")
-        if value > self.most:
-            raise argparse.ArgumentTypeError(f"must be at most {self.most:g}{unit}, not {text[:40]}")
+        _check(value, text, self.least, self.most, unit)
         return value
 
 
