@@ -2,9 +2,9 @@
 # The measurements of docs/performance.md, part by part, on a machine with an NVIDIA GPU: `benchmarks/gpu.sh tests tune kernels beside`.
 # Parts may run at the same time on different GPUs (CUDA_VISIBLE_DEVICES). Every command has a time limit, and leaves nothing behind.
 # RESULTS: folder for result files and logs (default: benchmarks/results). PYTHON: the interpreter that has torch, and vLLM where it is
-# compared. TOKENIZER: folder with SmolLM2's tokenizer.json, for servers. REPETITIONS: of each workload (default: 3). LLAMA, SMOL: the
-# workloads of the 8B and 135M shapes (default: all that have a target). UNTIL: Unix time at which everything is to end; workloads that are
-# done by then are kept.
+# compared. TOKENIZER: folder with SmolLM2's tokenizer.json, for servers. REPETITIONS: of each workload (default: 3). LLAMA, SMOL,
+# MODELS: the workloads of the 8B and 135M shapes and of the other families' (default: all that have a target). UNTIL: Unix time at which
+# everything is to end; workloads that are done by then are kept.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 RESULTS=${RESULTS:-benchmarks/results}
@@ -31,6 +31,7 @@ offline() { # SECONDS, SHAPE, then options and workloads
 workloads() { printf -- '--workload %s ' "$@"; }
 LLAMA=$(workloads ${LLAMA:-single decode short prefix seed64 chat prefill})
 SMOL=$(workloads ${SMOL:-single chat short})
+MODELS="$(workloads ${MODELS:-single decode chat}) --max-model-len 16384"
 BESIDE="--peer vllm --gpu-memory-utilization 0.45"
 
 part_tests() { "$PYTHON" -m pytest -q -p no:cacheprovider -W ignore $(grep -lE 'needs (a|two) CUDA device' -r tests --include='*.py' | sort); }
@@ -48,6 +49,12 @@ part_static() {
     limited 300 bench throughput --random-weights llama8b --peer transformers --gpu-memory-utilization 0.45 --workload seed64 --limit 64 \
         --max-num-seqs 64 --repetitions 1 --warmup 0 --json "$RESULTS"
 }
+# Other families. Of the mixture this GPU holds only one engine at a time; vLLM is not asked about the last.
+part_qwen25() { offline 600 qwen2.5-7b $BESIDE $MODELS; }
+part_qwen3() { offline 600 qwen3-8b $BESIDE $MODELS; }
+part_mixture() { offline 900 qwen3-30b-a3b --peer vllm --in-turn $MODELS; }
+part_deepseek() { offline 300 deepseek-v2-lite $MODELS; }
+part_families() { limited 300 bench kernels --results "$RESULTS" --parts experts,latent; } # what their kernels are worth
 part_invariant() { offline 600 llama8b --peer batch_invariant --gpu-memory-utilization 0.45 --workload single --workload decode; }
 part_plans() { # steps of a plan: one, or as many as nothing else asks for
     for steps in 1 0; do offline 300 llama8b --workload single --workload decode --set max_steps_per_plan=$steps; done

@@ -82,12 +82,17 @@ def parsed(products: Mapping[str, Mapping[str, list[str] | None]]) -> dict[tuple
 
 
 def write(file: Path, device_name: str, version: int, products: Mapping[str, Any], note: Mapping[str, Any]) -> None:
-    """Put measured products into a table, over those of the same shape there; a table of another library version is replaced.
+    """Put measured products into a table, over those of the same shape and rows there; a table of another library version is replaced.
 
     note: who measured what and when, as benchmarks/results files say it.
     """
     kept = json.loads(file.read_text()) if file.exists() else {}
     old = kept["products"] if kept.get("library") == version else {}
     file.parent.mkdir(exist_ok=True)
-    table = {"device": device_name, "library": version, "measured": dict(note), "products": {**old, **products}}
+    merged = {**old, **{shape: dict(sorted({**old.get(shape, {}), **by_rows}.items(), key=_rows)) for shape, by_rows in products.items()}}
+    table = {"device": device_name, "library": version, "measured": dict(note), "products": merged}
     file.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _rows(entry: tuple[str, Any]) -> int:
+    return int(entry[0])

@@ -151,6 +151,10 @@ def test_a_table_is_read_by_the_library_version_it_was_written_for(
     product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 32 64": {"40": words}}, {"date": "2026-12-01"})
     stored = json.loads(file.read_text())
     assert list(stored["products"]) == ["bfloat16 24 64", "bfloat16 32 64"] and stored["measured"] == {"date": "2026-12-01"}
+    product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 32 64": {"8": None, "40": None}}, {})
+    assert json.loads(file.read_text())["products"]["bfloat16 32 64"] == {"8": None, "40": None}, "in the order of rows"
+    product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 24 64": {"16": None}}, {})
+    assert list(json.loads(file.read_text())["products"]["bfloat16 24 64"].items()) == [("16", None), ("40", words), ("80", None)]
     x, weight = torch.ones(40, 64).bfloat16(), torch.ones(24, 64).bfloat16()
     table = product_table.load(DEVICE, lib)
     assert table is not None
