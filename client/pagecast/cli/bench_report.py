@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             goal_met = "goal" in target and meets(hit["reached"], target["goal"], target["direction"])
             verdict = "goal" if goal_met else "bar"
         elif hit:
-            verdict = f"missed ({hit['reached'] / target['bar']:.2f}x of the bar)"
+            verdict = f"missed by {abs(hit['reached'] / target['bar'] - 1) * 100:.2g} %"
         missed += verdict not in ("bar", "goal")
         shown = str(hit["reached"]) if hit else "-"
         goal, date = str(target.get("goal", "")), hit["date"] if hit else ""
