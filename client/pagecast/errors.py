@@ -1,8 +1,13 @@
 """Every error that a caller of this package can meet, and how a gRPC status becomes one. Knows grpc only by the objects handed in."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import unquote
+
+NO_CONNECTION = "no connection to "
+"""How the message of an Unavailable begins where a client's call found no server."""
 
 
 class PagecastError(Exception):
@@ -124,6 +129,10 @@ _HINTS = {
     (_UNCONNECTED, "%5B::1%5D"): "localhost has two addresses; 127.0.0.1 may say more",
 }
 """What words of gRPC and its TLS library, together, mean to those who call."""
+_NO_CONNECTION = re.compile(
+    r"(?:connections to all backends failing|failed to connect to all addresses); last error: \w+: "
+    r"(?:ipv[46]:)?(?P<address>\S+): (?:Failed to connect to remote host: )?(?P<why>.+)"
+)
 _STATUS_DETAILS = "grpc-status-details-bin"
 
 
@@ -146,8 +155,14 @@ def from_rpc(call: FailedCall) -> RpcError:
     if kind is DeadlineExceeded and not packed:
         message = "the call's timeout ran out"  # gRPC's own words, not the server's, name the status and no more
     elif kind is Unavailable and not packed:
-        message += next((f" ({hint})" for signs, hint in _HINTS.items() if all(sign in message for sign in signs)), "")
+        hints = [f" ({hint})" for signs, hint in _HINTS.items() if all(sign in message for sign in signs)]
+        message = _NO_CONNECTION.sub(_plainly, message) + "".join(hints[:1])
     return kind(code, message, **(_details(packed) if packed else {}))
+
+
+def _plainly(said: re.Match[str]) -> str:
+    """What gRPC says of a failed connection, without what matters to gRPC alone."""
+    return f"{NO_CONNECTION}{unquote(said['address'])}: {said['why']}"
 
 
 def _trailer(metadata: Iterable[tuple[str, str | bytes]], name: str) -> bytes | None:

@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.wrappers_pb2 import UInt32Value
 
 from pagecast import channel
-from pagecast.errors import DeadlineExceeded, RpcError, from_rpc
+from pagecast.errors import NO_CONNECTION, DeadlineExceeded, RpcError, from_rpc
 
 ASK_S = 0.25
 """How much later than its timeout a call may end over this."""
@@ -69,7 +69,8 @@ def _said(message: UInt32Value, target: str) -> str:
 
 def _reason(found: RpcError, target: str) -> str:
     if found.code == "UNAVAILABLE" and not found.reason:
-        return f"no connection to {target}: {found.message}"
+        why = found.message.removeprefix(NO_CONNECTION)
+        return f"{NO_CONNECTION}{why}" if why.startswith(f"{target}: ") else f"{NO_CONNECTION}{target}: {why}"
     return f"nothing answers at {target}" if _is_silence(found) else ""
 
 

@@ -13,7 +13,7 @@ from client.fake_server import FakeServer
 
 from pagecast import AsyncClient, Client, reaching
 from pagecast.access import Tls
-from pagecast.errors import DeadlineExceeded, RpcError, WrongAccess
+from pagecast.errors import DeadlineExceeded, RpcError, Unavailable, WrongAccess
 
 TIMEOUT_S = 0.02
 """Less than gRPC takes to give up by itself, so that the timeout is what ends a call."""
@@ -136,3 +136,9 @@ def test_a_server_that_does_not_serve_yet_says_so(server: FakeServer) -> None:
     server.health_is("NOT_SERVING")
     said = f"the call's timeout ran out: {server.target} answers, and is not serving yet"
     assert str(asked("stream", server.target, timeout=0.5)) == said
+
+
+def test_a_refused_call_names_the_address_and_not_grpc(refusing: str) -> None:
+    with Client(refusing) as client, pytest.raises(Unavailable) as caught:
+        client.health(timeout=30)
+    assert str(caught.value) == f"no connection to {refusing}: Connection refused"
