@@ -26,12 +26,21 @@ Algorithm = tuple[int, ...]
 """The eight words of a cublasLtMatmulAlgo_t. They mean the same to the same version of the library only."""
 
 
-class _Algo(ctypes.Structure):
+class Algo(ctypes.Structure):
+    """cublasLtMatmulAlgo_t."""
+
     _fields_ = [("data", c_uint64 * 8)]
+
+    @staticmethod
+    def of(algorithm: Algorithm) -> "Algo":
+        return Algo((c_uint64 * 8)(*algorithm))
+
+    def words(self) -> Algorithm:
+        return tuple(self.data)
 
 
 class _Heuristic(ctypes.Structure):
-    _fields_ = [("algo", _Algo), ("workspace", c_size_t), ("state", c_int), ("waves", ctypes.c_float), ("reserved", c_int * 4)]
+    _fields_ = [("algo", Algo), ("workspace", c_size_t), ("state", c_int), ("waves", ctypes.c_float), ("reserved", c_int * 4)]
 
 
 class Library:
@@ -67,6 +76,8 @@ class Problem:
     def __init__(self, lib: Library, rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
         kind = _TYPES[dtype]
         self._lib = lib
+        self.types = _COMPUTE_32F, _R_32F, kind, kind, kind, kind
+        """As the library asks for them: of the sums, of alpha, and of A, B, C and D."""
         self.operation = lib.made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)
         lib.call("cublasLtMatmulDescSetAttribute", self.operation, _TRANSA, byref(c_int32(_TRANSPOSED)), c_size_t(4))
         self.weight, self.x, self.y = (
@@ -88,24 +99,29 @@ class Problem:
             "cublasLtMatmulAlgoGetHeuristic", self._lib.handle, self.operation, *self.layouts(), preference, most, found, byref(count)
         )
         self._lib.call("cublasLtMatmulPreferenceDestroy", preference)
-        return [tuple(each.algo.data) for each in found[: count.value] if each.state == 0]
+        return [each.algo.words() for each in found[: count.value] if each.state == 0]
 
-    def algo(self, algorithm: Algorithm) -> _Algo | None:
+    def algo(self, algorithm: Algorithm) -> Algo | None:
         """The library's own form of it; None where this library or device cannot run it on this problem."""
-        algo, checked = _Algo((c_uint64 * 8)(*algorithm)), _Heuristic()
+        algo = Algo.of(algorithm)
+        return algo if self.runs(algo) else None
+
+    def runs(self, algo: Algo) -> bool:
+        """Whether this library and device can run it on this problem, with the scratch memory there is."""
+        checked = _Heuristic()
         try:
             self._lib.call(
                 "cublasLtMatmulAlgoCheck", self._lib.handle, self.operation, *self.layouts(), byref(algo), byref(checked)
             )  # fmt: skip
         except BlasError:
-            return None
-        return algo if checked.workspace <= WORKSPACE_BYTES else None
+            return False
+        return checked.workspace <= WORKSPACE_BYTES
 
 
 class Product:
     """A problem with its algorithm, ready to run: what a step calls. Owns nothing but descriptions."""
 
-    def __init__(self, lib: Library, problem: Problem, algo: _Algo) -> None:
+    def __init__(self, lib: Library, problem: Problem, algo: Algo) -> None:
         self._run = lib._lib.cublasLtMatmul
         self._problem = problem
         one, nothing = ctypes.c_float(1.0), ctypes.c_float(0.0)

@@ -169,7 +169,7 @@ def test_a_refusal_names_the_call(blas: Blas) -> None:
     with pytest.raises(cublaslt.BlasError, match="cublasLtMatmulAlgoCheck gave status 15"):
         lib = cublaslt.Library(DEVICE, blas)
         problem = cublaslt.Problem(lib, 40, 24, 64, torch.bfloat16)
-        algo = cublaslt._Algo((ctypes.c_uint64 * 8)(*BROKEN))
+        algo = cublaslt.Algo.of(BROKEN)
         checked = (problem.operation, *problem.layouts(), ctypes.byref(algo), ctypes.byref(cublaslt._Heuristic()))
         lib.call("cublasLtMatmulAlgoCheck", lib.handle, *checked)
 

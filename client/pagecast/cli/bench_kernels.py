@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the table that serving reads",
     )  # fmt: skip
     parser.add_argument("--tune-rows", type=numbers, metavar="N,N", help="rows to tune for (default: those of serving's graphs, and more)")
+    parser.add_argument(
+        "--exhaustive", action="store_true",
+        help="with --tune: up to 1,024 rows time everything that the library's algorithms can be set to, not only what it proposes",
+    )  # fmt: skip
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
 
 
@@ -97,7 +101,9 @@ def tune(args: argparse.Namespace) -> int:
     rows = args.tune_rows or [*tune_products.DECODE_ROWS, *tune_products.MIXED_ROWS]
     shapes = list(dict.fromkeys(shape for model in products for shape in model))
     try:
-        version, found, metrics = tune_products.tune(shapes, rows, only_decode=[model[-1] for model in products])
+        version, found, metrics = tune_products.tune(
+            shapes, rows, only_decode=[model[-1] for model in products], exhaustive=args.exhaustive
+        )  # fmt: skip
     except (OSError, cublaslt.BlasError) as error:
         print(f"pagecast bench kernels: {error}", file=sys.stderr)
         return 1
@@ -110,6 +116,10 @@ def run(args: argparse.Namespace) -> int:
     from pagecast.bench import results
     from pagecast_kernels import bench_cases
 
+    if not args.tune and (args.exhaustive or args.tune_rows):
+        option = "--exhaustive" if args.exhaustive else "--tune-rows"
+        print(f"pagecast bench kernels: {option}: says how to tune, which --tune asks for", file=sys.stderr)
+        return 2
     if not bench_cases.has_gpu():
         print("pagecast bench kernels: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
