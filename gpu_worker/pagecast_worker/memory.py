@@ -1,56 +1,90 @@
 """How many KV blocks fit: on a GPU what a real peak step leaves of the allowed share, on a CPU what the operator grants."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import structlog
 import torch
+from torch import Tensor
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
+from pagecast_worker.graphs import buckets
 from pagecast_worker.inputs import sample_inputs
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.sampler import draw_again, logprob_columns, sample_rows
 from pagecast_worker.step_outputs import Decoded
 
 if TYPE_CHECKING:
+    from pagecast_worker.models.decoder import Decoder
     from pagecast_worker.torch_executor import TorchExecutor
 
-GRAPH_RESERVE = 1 << 30
-"""Bytes kept for graphs' own memory and the allocator's fragments on a GPU."""
+GRAPH_LAYER_BYTES = 64 << 10
+"""Bytes of the driver's for each layer of a captured step: of 32 layers, 40 graphs took less than half of it (H200)."""
+SEGMENT_BYTES = 64 << 20
+"""Bytes kept for what the allocator rounds up in graphs' memory."""
 MIN_BLOCKS = 2
 """The null block and one to work with."""
 
 _log = structlog.get_logger(__name__)
 
 
+def logits_of_a_step(rows: int, model: "Decoder") -> Tensor:
+    """The buffer [rows, V / ranks] of every step's logits: graphs would otherwise hold one of their own each."""
+    return torch.empty((rows, model.vocabulary.size), dtype=model.dtype, device=model.device)
+
+
 def num_blocks_for(
-    config: WorkerConfig, device: torch.device, bytes_per_block: int, peak: Callable[[], None], later_bytes: int = 0
+    config: WorkerConfig, device: torch.device, bytes_per_block: int, peak: Callable[[], None], later: Mapping[str, int]
 ) -> int:
-    """Blocks of the pool, null block included. later_bytes: what is allocated later. Raises LoadError where not even one fits."""
+    """Blocks of the pool, null block included. later: bytes that are allocated later, by what for. Raises LoadError where not even
+    one fits."""
     if device.type == "cpu":
         return _granted(config, bytes_per_block)
     if config.num_blocks is not None:
         return config.num_blocks
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    peak()
-    torch.cuda.synchronize(device)
+    activations = most_allocated(device, peak)
     free, total = torch.cuda.mem_get_info(device)
-    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    tensors = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - tensors
     in_use = total - free - unused  # weights, state, the context, and other processes
     torch.cuda.empty_cache()
-    mib = {"in_use": in_use >> 20, "of_a_step": activations >> 20, "of_rules": later_bytes >> 20, "for_graphs": GRAPH_RESERVE >> 20}
-    _log.info("memory measured", **mib, total=total >> 20)
-    count = int(total * config.gpu_memory_utilization - in_use - activations - later_bytes - GRAPH_RESERVE) // bytes_per_block
+    left = int(total * config.gpu_memory_utilization) - in_use - activations - sum(later.values())
+    parts = {"in_use": in_use, "of_it_tensors": tensors, "of_a_step": activations, "in_its_fragments": unused - activations, **later}
+    mib = {name: value >> 20 for name, value in parts.items()}
+    _log.info("memory measured", **mib, for_blocks=left >> 20, total=total >> 20, unit="MiB")
+    count = left // bytes_per_block
     if count < MIN_BLOCKS:
         raise LoadError(
             f"gpu_memory_utilization {config.gpu_memory_utilization} of {total >> 20} MiB leaves no room for KV blocks: "
             f"{in_use >> 20} MiB are in use and a step takes {activations >> 20} MiB"
         )
     return count
+
+
+def most_allocated(device: torch.device, step: Callable[[], None]) -> int:
+    """Bytes that a step takes at most, beyond what there is before it."""
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+def graph_reserve(executor: "TorchExecutor") -> int:
+    """Bytes kept for graphs: what the largest captured step takes, which serves all as at most one of them runs at a time, and what
+    the driver keeps of each.
+
+    Where they need more, graphs of steps with chunks are left out, and those of decode steps end the start with an error.
+    """
+    if not executor.backend.use_graphs:
+        return 0
+    config, sizes = executor.config, executor.mixed_sizes()
+    tokens = max(size.tokens for size in sizes)
+    activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, tokens, 1))
+    count = 2 * len(buckets(config.max_num_seqs)) + len(sizes)
+    return activations + SEGMENT_BYTES + count * executor.model.config.num_layers * GRAPH_LAYER_BYTES
 
 
 def _granted(config: WorkerConfig, bytes_per_block: int) -> int:
@@ -96,7 +130,7 @@ def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int)
         max_query_len=length,
     )
     hidden = executor.model.forward(executor.ops, step, executor.cache.layers)
-    logits = executor.model.logits(executor.ops, hidden[:1].expand(rows, -1).contiguous())
+    logits = executor.model.logits(executor.ops, hidden[:1].expand(rows, -1).contiguous(), executor.logits[:rows])
     padding = torch.full((rows,), state.padding, dtype=torch.int32, device=device)
     inputs = sample_inputs(executor.ops, state, padding, executor.config.block_size)
     follow_no_rules(executor, Decoded(sample_rows(executor.ops, state, logits, inputs), logits, inputs))

@@ -134,7 +134,7 @@ def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: in
 class MixedGraphs:
     """Captured padded steps over one static input buffer.
 
-    compute: one padded step; it must not wait for the device nor look at values on the CPU. All sizes share one buffer for logits.
+    compute: one padded step; it must not wait for the device nor look at values on the CPU.
     """
 
     def __init__(self, compute: Callable[[PaddedStep], Decoded], sizes: list[Size], padding: int, device: torch.device) -> None:
@@ -144,22 +144,23 @@ class MixedGraphs:
         self.wanted = sizes
         self._buffer = torch.zeros(max(size.words() for size in sizes), dtype=torch.int32, device=device)
         self._graphs: dict[Size, tuple[torch.cuda.CUDAGraph, Decoded]] = {}
-        self._logits: Tensor | None = None
         self.ready: list[Size] = []
 
     def capture(self, pool: Any, all_agree: Callable[[bool], bool], progress: Callable[[int, int], None]) -> None:
-        """Capture as many sizes as the time allows, smaller steps first; what fails is left to run without a graph.
+        """Capture as many sizes as the time allows: the largest, so that the others fit into its memory, then smaller steps first. What
+        fails is left to run without a graph.
 
         all_agree: whether every rank says so; ranks must run a step the same way, padded or not.
         """
         began = time.monotonic()
-        for done, size in enumerate(self.wanted, 1):
+        for done, size in enumerate(self.wanted[-1:] + self.wanted[:-1], 1):
             if not all_agree(time.monotonic() - began < CAPTURE_SECONDS):
                 _log.info("out of time for graphs of mixed steps", captured=len(self.ready), wanted=len(self.wanted))
                 break
-            if not all_agree(self._try_capture(size, pool)):
+            if all_agree(self._try_capture(size, pool)):
+                self.ready.append(size)
+            elif done > 1:  # where there is no room for the largest, there may be for others
                 break
-            self.ready.append(size)
             progress(done, len(self.wanted))
         progress(len(self.wanted), len(self.wanted))
 
@@ -174,20 +175,12 @@ class MixedGraphs:
     def _capture(self, size: Size, pool: Any) -> None:
         step = view_step(size, self._buffer)
         self._buffer[: size.words()].copy_(torch.from_numpy(empty_step(size, self._padding)))
-        logits = self._logits_like(self._compute(step).logits)
+        self._compute(step)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # NCCL has a thread that looks after it
             decoded = self._compute(step)
-            decoded.logits = logits.copy_(decoded.logits)
         self._graphs[size] = (graph, decoded)
-
-    def _logits_like(self, logits: Tensor) -> Tensor:
-        """A part of the shared buffer, outside the graphs' memory: each size would otherwise hold a buffer of its own."""
-        if self._logits is None:
-            most = max(size.samples for size in self.wanted)
-            self._logits = torch.empty((most, logits.shape[1]), dtype=logits.dtype, device=logits.device)
-        return self._logits[: logits.shape[0]]
 
     def fitting(self, schedule: Schedule) -> Size | None:
         """The smallest captured size that holds the step."""

@@ -190,7 +190,7 @@ def launch_all(request: dict[str, Any]) -> None:
     from pagecast_worker.batch_state import BatchState
     from pagecast_worker.graphs import buckets, warm_sizes
     from pagecast_worker.kv_cache import KVCache
-    from pagecast_worker.memory import prefill_step
+    from pagecast_worker.memory import logits_of_a_step, prefill_step
     from pagecast_worker.mixed_graphs import sizes_for, view_step
     from pagecast_worker.models.decoder import Decoder
     from pagecast_worker.models.registry import architecture
@@ -209,7 +209,10 @@ def launch_all(request: dict[str, Any]) -> None:
     cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, kv_dtype)
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     rules = TokenRules(config.max_num_seqs, shape.vocab_size, device)
-    worker: Any = SimpleNamespace(config=config, device=device, state=state, model=model, cache=cache, ops=ops, rules=rules)
+    logits = logits_of_a_step(config.max_num_seqs, model)
+    worker: Any = SimpleNamespace(
+        config=config, device=device, state=state, model=model, cache=cache, ops=ops, rules=rules, logits=logits
+    )
     blocks = torch.zeros(1, dtype=torch.int32, device=device)
     cache.copy(worker.ops, blocks, blocks)
     for size in warm_sizes(config.max_num_seqs):

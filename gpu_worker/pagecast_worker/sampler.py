@@ -1,6 +1,6 @@
 """From logits to tokens, flags and the rows' next state, all on the device."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -9,9 +9,23 @@ from torch import Tensor
 
 from pagecast_wire.result import FLAG_BAD, FLAG_DEAD, FLAG_STOP
 from pagecast_worker.batch_state import MIN_P, NUM_TOKENS, SEQUENCE, TEMPERATURE, TOP_K, TOP_P, BatchState
+from pagecast_worker.split_sampler import draw_from_shards
 from pagecast_worker.staging import Packet, Staging
 from pagecast_worker.step_outputs import Decoded, SampleInputs
 from pagecast_worker.token_rules import Masks, StepRules, TokenRules
+
+if TYPE_CHECKING:
+    from pagecast_worker.torch_executor import TorchExecutor
+
+
+def draw(executor: "TorchExecutor", hidden: Tensor, rows: SampleInputs) -> Decoded:
+    """The plain draw of a step, for hidden[B, H]: what graphs capture, and what is compiled ahead. Its logits are the executor's buffer."""
+    ops, model, state = executor.ops, executor.model, executor.state
+    out = executor.logits[: hidden.shape[0]]
+    if model.ranks.size > 1:
+        return draw_from_shards(ops, model, state, hidden, rows, out)
+    logits = model.logits(ops, hidden, out)
+    return Decoded(sample_rows(ops, state, logits, rows), logits, rows)
 
 
 def sample_rows(ops: Any, state: BatchState, logits: Tensor, rows: SampleInputs) -> Tensor:

@@ -33,9 +33,9 @@ class Filters:
         return bool(self._rows[rows].any())
 
 
-def draw_from_shards(ops: Any, model: Decoder, state: BatchState, hidden: Tensor, rows: SampleInputs) -> Decoded:
-    """Plain draws for hidden[B, H]. The result's logits are this rank's alone."""
-    local, floats = model.local_logits(ops, hidden), rows.scalars.view(torch.float32)
+def draw_from_shards(ops: Any, model: Decoder, state: BatchState, hidden: Tensor, rows: SampleInputs, out: Tensor) -> Decoded:
+    """Plain draws for hidden[B, H]. The result's logits are this rank's alone, in `out`."""
+    local, floats = model.local_logits(ops, hidden, out), rows.scalars.view(torch.float32)
     keys = ops.best_of_shard(
         local, floats[TEMPERATURE], rows.scalars[TOP_K], rows.seeds, rows.scalars[SEQUENCE], rows.scalars[NUM_TOKENS],
         model.vocabulary.start,

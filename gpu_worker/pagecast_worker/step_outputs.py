@@ -16,7 +16,8 @@ class SampleInputs:
 
 @dataclass(slots=True)
 class Decoded:
-    """What the first part of a step leaves on the device; a graph's next replay overwrites it. out int32[2, B]: tokens and flags of rows
+    """What the first part of a step leaves on the device. A graph's next replay overwrites it, and any next step its logits, which all
+    steps put into one buffer: what needs them is given to the device before the next step is. out int32[2, B]: tokens and flags of rows
     that have no rules of their own; logits[B, V]; rows: what was sampled for."""
 
     out: Tensor

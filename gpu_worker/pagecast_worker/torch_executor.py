@@ -30,7 +30,7 @@ from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint, open_vocabulary
-from pagecast_worker.memory import num_blocks_for, peak_step, prefill_step
+from pagecast_worker.memory import graph_reserve, logits_of_a_step, num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
@@ -38,11 +38,11 @@ from pagecast_worker.parallel import Ranks
 from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.results import Arrays, Kept, PromptPart, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
-from pagecast_worker.sampler import follow_rules, logprob_columns, sample_rows
+from pagecast_worker.sampler import draw, follow_rules, logprob_columns, sample_rows
 from pagecast_worker.sharing import SharedOnDevice, sharing_for
-from pagecast_worker.split_sampler import Filters, draw_from_shards
+from pagecast_worker.split_sampler import Filters
 from pagecast_worker.staging import Download, Packet
-from pagecast_worker.step_outputs import Decoded, SampleInputs
+from pagecast_worker.step_outputs import Decoded
 from pagecast_worker.token_rules import Masks, StepRules, TokenRules
 
 _log = structlog.get_logger(__name__)
@@ -113,6 +113,7 @@ class TorchExecutor:
             self.backend.prepare(self.model)
             self.ops = self.backend.ops
             self.state = BatchState(config.max_num_seqs, max_blocks, self.device)
+            self.logits = logits_of_a_step(config.max_num_seqs, self.model)
             self.rules = TokenRules(config.max_num_seqs, shape.vocab_size, self.device)
             self.filters = Filters(config.max_num_seqs)
             self.constraints = ConstraintBook(lambda: open_vocabulary(config, checkpoint), shape.vocab_size, shape.eos_token_ids)
@@ -158,8 +159,8 @@ class TorchExecutor:
         self.cache = self._cache(2)
         peak_step(self)
         self._enter("memory")
-        later = self.rules.state_bytes()
-        num_blocks = num_blocks_for(config, self.device, bytes_per_block, peak=lambda: peak_step(self), later_bytes=later)
+        later = {"of_rules": self.rules.state_bytes(), "for_graphs": graph_reserve(self)}
+        num_blocks = num_blocks_for(config, self.device, bytes_per_block, lambda: peak_step(self), later)
         self.cache = self._cache(num_blocks)
         return num_blocks
 
@@ -189,18 +190,27 @@ class TorchExecutor:
         """Graphs of decode steps and of mixed ones, over one memory pool: at most one of them runs at a time."""
         config, padding = self.config, self.state.padding
         pool = torch.cuda.graph_pool_handle()
-        work = self.model.parameters_of_a_token()
-        sizes = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, work, self.backend.measured_products)
+        sizes = self.mixed_sizes()
         mixed = MixedGraphs(self._padded, sizes, padding, self.device)
         sharing = None if config.batch_invariant else sharing_for(self.model, self.dtype)
         graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device, sharing)
         total = len(graphs.sizes) + len(sizes)
-        free = torch.cuda.mem_get_info(self.device)[0]
-        graphs.capture(pool, lambda done, _: progress(done, total))
+        free, whole = torch.cuda.mem_get_info(self.device)
+        try:
+            graphs.capture(pool, lambda done, _: progress(done, total))
+        except RuntimeError as error:
+            why = f"decode steps could not be captured as graphs ({str(error).splitlines()[0]})"
+            raise LoadError(f"{config.model}: {why}; a lower gpu_memory_utilization leaves them more memory") from None
         mixed.capture(pool, self.model.ranks.all_agree, lambda done, _: progress(len(graphs.sizes) + done, total))
-        taken = free - torch.cuda.mem_get_info(self.device)[0]
-        _log.info("graphs captured", decode=len(graphs.sizes), mixed=len(mixed.ready), mib=taken >> 20)
+        left = torch.cuda.mem_get_info(self.device)[0]
+        counts = {"decode": len(graphs.sizes), "shared": len(graphs.shared_sizes), "mixed": len(mixed.ready)}
+        _log.info("graphs captured", **counts, mib=(free - left) >> 20, in_use=(whole - left) >> 20)
         self._graphs, self._mixed_graphs = graphs, mixed
+
+    def mixed_sizes(self) -> list[Size]:
+        """Steps with chunks that get a graph."""
+        config, work = self.config, self.model.parameters_of_a_token()
+        return sizes_for(config.max_num_seqs, config.max_num_batched_tokens, work, self.backend.measured_products)
 
     # --- epochs and plans
 
@@ -432,15 +442,7 @@ class TorchExecutor:
         pieces: list[Tensor] = []
         for begin in range(0, part.count, slice_size := min(self.config.max_num_seqs, MAX_PROMPT_LOGITS)):
             piece = slice(begin, min(begin + slice_size, part.count))
-            logits = self.model.logits(self.ops, hidden[first + piece.start : first + piece.stop])
+            out = self.logits[: piece.stop - piece.start]
+            logits = self.model.logits(self.ops, hidden[first + piece.start : first + piece.stop], out)
             pieces.append(logprob_columns(self.ops, logits, tokens[piece], part.num))
         return torch.cat(pieces)
-
-
-def draw(executor: "TorchExecutor", hidden: Tensor, rows: SampleInputs) -> Decoded:
-    """The plain draw of a step, for hidden[B, H]: what graphs capture, and what is compiled ahead."""
-    ops, model, state = executor.ops, executor.model, executor.state
-    if model.ranks.size > 1:
-        return draw_from_shards(ops, model, state, hidden, rows)
-    logits = model.logits(ops, hidden)
-    return Decoded(sample_rows(ops, state, logits, rows), logits, rows)

@@ -48,10 +48,10 @@ def _invariant_linear(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), (row < M)[:, None] & (column < N)[None, :])
 
 
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See reference.linear; x[M, K] and weight[N, K] are contiguous."""
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """See reference.linear; x[M, K], weight[N, K] and out are contiguous."""
     (rows, depth), columns = x.shape, weight.shape[0]
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if out is None else out
     if rows:
         grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(columns, _COLUMNS),)
         _invariant_linear[grid](

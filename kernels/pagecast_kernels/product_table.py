@@ -32,15 +32,15 @@ class ProductTable:
         self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
         self._made: dict[tuple[int, int, int, torch.dtype], Product | None] = {}
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """x[T, K] · weight[N, K]ᵀ, both contiguous; None where there is nothing better than torch's choice."""
+    def linear(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
+        """x[T, K] · weight[N, K]ᵀ, all contiguous; None where there is nothing better than torch's choice."""
         key = (x.shape[0], *weight.shape, x.dtype)
         if key not in self._made:
             self._made[key] = self._make(*key)
         product = self._made[key]
         if product is None or not x.is_contiguous():
             return None
-        out = x.new_empty((x.shape[0], weight.shape[0]))
+        out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
         product(x, weight, out)
         return out
 

@@ -19,17 +19,17 @@ def prepare(device: torch.device) -> bool:
     return _table is not None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """See reference.linear. Called from one thread: torch's choice of library is one for the process."""
     # Of one row a product is nothing but reading the weight, which costs cuBLAS a tenth more (H200, 8B parameters).
     if x.shape[0] == 1 and x.dtype != torch.float32 and x.shape[1] % 8 == 0:
-        return gemv(x, weight, bias)
-    if _table is not None and bias is None and (y := _table.linear(x, weight)) is not None:
+        return gemv(x, weight, bias, out)
+    if _table is not None and bias is None and (y := _table.linear(x, weight, out)) is not None:
         return y
     if x.is_cuda:
         aligned = x.element_size() == 2 and x.shape[1] % 8 == 0 and weight.shape[0] % 8 == 0
         prefer(configs.blas_library(x.shape[0]) if aligned else "cublas")
-    return reference.linear(x, weight, bias)
+    return reference.linear(x, weight, bias, out)
 
 
 def prefer(library: str) -> None:

@@ -161,8 +161,8 @@ def test_whole_executor_with_plain_rows_beside(executor):
 
 
 def test_plans_ahead_of_results_and_preemption_change_nothing(executor, monkeypatch):
-    """Two plans in flight on a device that takes its time: masks wait for the tokens that they follow from, and rows that a plan
-    ahead empties or fills again do not disturb those before."""
+    """Two plans in flight on a device that takes its time: masks wait for the tokens that they follow from, rows that a plan ahead
+    empties or fills again do not disturb those before, and nobody needs a step's logits when the next one writes over them."""
     expected = jobs()
     driver = Driver(executor, 200, max_model_len=256)
     start(driver, expected)
@@ -170,6 +170,13 @@ def test_plans_ahead_of_results_and_preemption_change_nothing(executor, monkeypa
     staging = executor.backend.staging
     download = staging.download
     monkeypatch.setattr(staging, "download", lambda: Later(download()))
+    begin = executor._begin
+
+    def write_over(*given):
+        executor.logits.fill_(float("nan"))
+        return begin(*given)
+
+    monkeypatch.setattr(executor, "_begin", write_over)
     wanted = jobs()
     driver = Driver(executor, 200, max_model_len=256)
     start(driver, wanted)

@@ -43,7 +43,7 @@ def raw_logits(executor, tokens: list[int]) -> np.ndarray:
     """float64 [V]: the model's own, after tokens."""
     seen = []
     logits = executor.model.logits
-    executor.model.logits = lambda ops, hidden: seen.append(logits(ops, hidden)) or seen[-1]
+    executor.model.logits = lambda *given: seen.append(logits(*given)) or seen[-1]
     try:
         driver = drive(executor)
         job = Job(tokens, 1)

@@ -13,7 +13,7 @@ from worker.tiny_model import load_tiny
 
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
-from pagecast_worker.mixed_graphs import Size, empty_step, sizes_for, view_step
+from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step
 
 NUM_BLOCKS = 60
 SIZES = [Size(8, 2, 3, 5), Size(16, 8, 3, 8), Size(24, 8, 3, 8), Size(56, 8, 3, 8)]
@@ -73,6 +73,25 @@ def test_a_step_of_nothing_but_padding_changes_no_row(executor):
         executor._padded(view_step(size, buffer))
     after = [executor.state.scalars[:, :-1], *executor.cache.layers[0]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_every_step_puts_its_logits_into_one_buffer(executor):
+    padding = executor.state.padding
+    with torch.inference_mode():
+        padded = executor._padded(view_step(SIZES[1], torch.from_numpy(empty_step(SIZES[1], padding))))
+        decoded = executor._decode(torch.full((3,), padding, dtype=torch.int32))
+    assert [step.logits.data_ptr() for step in (padded, decoded)] == [executor.logits.data_ptr()] * 2
+    assert [len(step.logits) for step in (padded, decoded)] == [8, 3]
+
+
+@pytest.mark.parametrize(("too_large", "ready"), [((), [3, 0, 1, 2]), ((3,), [0, 1, 2]), ((1,), [3, 0]), ((3, 1), [0])])
+def test_the_largest_is_captured_first_and_the_rest_without_it_where_it_does_not_fit(executor, monkeypatch, too_large, ready):
+    mixed = MixedGraphs(executor._padded, SIZES, executor.state.padding, torch.device("cpu"))
+    monkeypatch.setattr(mixed, "_try_capture", lambda size, pool: SIZES.index(size) not in too_large)
+    done = []
+    mixed.capture(None, bool, lambda count, total: done.append((count, total)))
+    assert mixed.ready == [SIZES[index] for index in ready]
+    assert done[-1] == (4, 4)
 
 
 def test_sizes_suit_the_model():

@@ -138,7 +138,7 @@ def test_paused_rows_sit_out_and_go_on(driver):
 def test_logits_are_those_of_transformers(executor, driver):
     seen = []
     original = executor.model.logits
-    executor.model.logits = lambda ops, hidden: seen.append(original(ops, hidden)) or seen[-1]
+    executor.model.logits = lambda *given: seen.append(original(*given).clone()) or seen[-1]
     try:
         job = Job(prompts()[5], 4)
         driver.admit(job)

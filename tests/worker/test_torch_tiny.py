@@ -178,4 +178,4 @@ def test_a_kernel_that_the_device_cannot_run_is_named_while_loading(tmp_path, mo
 def test_a_pool_larger_than_the_machine_is_refused_by_its_option(given) -> None:
     config = WorkerConfig(run_dir="/unused", model="m", **given)
     with pytest.raises(LoadError, match=f"^{next(iter(given))} .* takes .* GiB, and this machine has"):
-        num_blocks_for(config, torch.device("cpu"), 1 << 20, lambda: None)
+        num_blocks_for(config, torch.device("cpu"), 1 << 20, lambda: None, {})

@@ -34,9 +34,9 @@ class Head:
         """[B, H] -> logits [B, V], every rank the same."""
         return self.whole(self.local(ops, hidden))
 
-    def local(self, ops: Any, hidden: Tensor) -> Tensor:
+    def local(self, ops: Any, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[B, H] -> logits [B, V / size] of this rank's tokens."""
-        return ops.linear(hidden, self.weight)  # type: ignore[no-any-return]
+        return ops.linear(hidden, self.weight, out=out)  # type: ignore[no-any-return]
 
     def whole(self, local: Tensor) -> Tensor:
         """Every rank's logits [B, V / size] -> [B, V]."""

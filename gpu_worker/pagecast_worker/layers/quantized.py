@@ -101,10 +101,10 @@ class CpuQuantized:
         assert isinstance(weight, Tensor)
         return x, weight
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """See reference.linear."""
         x, plain = self._ready(x, weight)
-        return self._plain.linear(x, plain, bias)  # type: ignore[no-any-return]
+        return self._plain.linear(x, plain, bias, out)  # type: ignore[no-any-return]
 
     def linear_silu_mul(self, x: Tensor, weight: Weight) -> Tensor:
         """See reference.linear_silu_mul."""
@@ -133,8 +133,9 @@ class GpuQuantized:
         self._plain, self._products, self._scaled, self._rows = plain, quantized_products, scaled_products, quantized_rows
         self._workspace = quantized_products.split_workspace(device)
 
-    def linear(self, x: Tensor | Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """See reference.linear."""
+    def linear(self, x: Tensor | Rows, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """See reference.linear. out: for weights that are tensors alone."""
+        assert out is None or isinstance(weight, Tensor)
         if isinstance(weight, Packed):
             assert isinstance(x, Tensor)
             return self._packed(x, weight, bias)
@@ -143,7 +144,7 @@ class GpuQuantized:
             return self._scaled.scaled_product(
                 rows.values, rows.scales, weight.values, weight.scales, bias, dtype=self._plain.dtype, workspace=self._workspace
             )
-        return self._plain.linear(x, weight, bias)  # type: ignore[no-any-return]
+        return self._plain.linear(x, weight, bias, out)  # type: ignore[no-any-return]
 
     def _packed(self, x: Tensor, weight: Packed, bias: Tensor | None, gated: bool = False) -> Tensor:
         packed = weight.weight

@@ -188,11 +188,11 @@ class Decoder:
             return self.ranks.add_rms_norm(ops, x, residual, next_norm, eps)
         return ops.add_rms_norm(ops.rms_norm(self.ranks.all_reduce(x), own_norm, eps), residual, next_norm, eps)  # type: ignore[no-any-return]
 
-    def logits(self, ops: Any, hidden: Tensor) -> Tensor:
-        """[B, H] -> [B, V] in the model's dtype."""
-        return self.head.whole(self.local_logits(ops, hidden))
+    def logits(self, ops: Any, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, H] -> [B, V] in the model's dtype. out: see local_logits."""
+        return self.head.whole(self.local_logits(ops, hidden, out))
 
-    def local_logits(self, ops: Any, hidden: Tensor) -> Tensor:
-        """[B, H] -> [B, V / size], of this rank's tokens."""
-        logits, cap = self.head.local(ops, hidden), self.config.logit_softcap
+    def local_logits(self, ops: Any, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[B, H] -> [B, V / size], of this rank's tokens. out: where to put them, contiguous."""
+        logits, cap = self.head.local(ops, hidden, out), self.config.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
