@@ -174,7 +174,7 @@ class TorchExecutor:
         null = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.cache.copy(self.ops, null, null)
         for size in warm_sizes(self.config.max_num_seqs) if self.backend.is_cuda else [1]:
-            prefill_step(self, size, 1, 1)
+            prefill_step(self, size, 1, size)
             self._decode(torch.full((size,), padding, dtype=torch.int32, device=self.device))
 
         def progress(done: int, total: int) -> None:

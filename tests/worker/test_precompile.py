@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -76,3 +79,17 @@ def test_nothing_gets_ready_where_there_is_no_gpu_or_a_full_cache(tmp_path, monk
     (tmp_path / "pagecast-1").touch()
     start_early("auto")
     assert started == [1]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_kernel_that_a_worker_launches_is_compiled_ahead(tmp_path, head_dim):
+    """Of an H200's, with requests of every kind: in other words, serving waits for no compiler."""
+    write_config(tmp_path, head_dim=head_dim, vocab_size=128256, num_hidden_layers=1, max_position_embeddings=2048)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "worker.launched_variants", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["missing"] == []
+    assert told["launched"] > 40
