@@ -13,7 +13,7 @@ def weights_and_blocks(shape: str, options: dict[str, Any]) -> tuple[int, int]:
     config = WorkerConfig(run_dir="", model="random", random_weights=shape, device="cuda", enforce_eager=True, **options)
     before, executor = torch.cuda.memory_allocated(), TorchExecutor(config)
     _, num_blocks = executor.load(lambda progress: None)
-    num_bytes = torch.cuda.memory_allocated() - before - sum(part.nbytes for part in executor.cache.storage)
+    num_bytes = torch.cuda.memory_allocated() - before - sum(part.nbytes for part in [*executor.cache.storage, executor.logits])
     executor.close()
     del executor
     torch.cuda.empty_cache()

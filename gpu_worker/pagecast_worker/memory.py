@@ -82,7 +82,8 @@ def graph_reserve(executor: "TorchExecutor") -> int:
         return 0
     config, sizes = executor.config, executor.mixed_sizes()
     tokens = max(size.tokens for size in sizes)
-    activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, tokens, 1))
+    length = min(tokens, executor.max_model_len)
+    activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, length, 1))
     count = 2 * len(buckets(config.max_num_seqs)) + len(sizes)
     return activations + SEGMENT_BYTES + count * executor.model.config.num_layers * GRAPH_LAYER_BYTES
 

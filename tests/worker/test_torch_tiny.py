@@ -15,7 +15,7 @@ from pagecast_worker import torch_executor
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, PlanError
 from pagecast_worker.graphs import DecodeGraphs, buckets
-from pagecast_worker.memory import num_blocks_for
+from pagecast_worker.memory import GRAPH_LAYER_BYTES, SEGMENT_BYTES, graph_reserve, num_blocks_for
 from pagecast_worker.results import join_steps
 
 NUM_BLOCKS = 60
@@ -172,6 +172,28 @@ def test_a_kernel_that_the_device_cannot_run_is_named_while_loading(tmp_path, mo
     monkeypatch.setattr(torch_executor, "peak_step", lambda executor: configs.latent_prefill(executor.device, 4))
     with pytest.raises(LoadError, match="needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits"):
         load_tiny(tmp_path, NUM_BLOCKS)
+
+
+def test_the_pool_is_what_a_step_and_graphs_leave_of_the_share(executor, monkeypatch):
+    """Of 1,000 blocks of a GPU 900 may be used; 300 are in use, 20 of them nobody's but the allocator's; a step takes 50."""
+    block = 1 << 20
+    answers = {
+        "mem_get_info": (700 * block, 1000 * block), "memory_allocated": 240 * block, "max_memory_allocated": 290 * block,
+        "memory_reserved": 260 * block, "empty_cache": None, "reset_peak_memory_stats": None, "synchronize": None,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+    monkeypatch.setattr(executor.backend, "use_graphs", True)
+    steps, gpu = [], torch.device("cuda")
+    with torch.inference_mode():
+        reserve = graph_reserve(executor)
+    graphs = 2 * len(buckets(8)) + len(executor.mixed_sizes())
+    assert reserve == 50 * block + SEGMENT_BYTES + graphs * 2 * GRAPH_LAYER_BYTES
+    config = WorkerConfig(run_dir="/unused", model="m", gpu_memory_utilization=0.9)
+    assert num_blocks_for(config, gpu, block, lambda: steps.append(1), {"of_rules": 30 * block, "for_graphs": 100 * block}) == 440
+    assert steps == [1]
+    with pytest.raises(LoadError, match="leaves no room for KV blocks: 280 MiB are in use and a step takes 50 MiB"):
+        num_blocks_for(config, gpu, block, lambda: None, {"for_graphs": 569 * block})
 
 
 @pytest.mark.parametrize("given", [{"cpu_kv_gib": 100_000.0}, {"num_blocks": 60_000_000}])
