@@ -27,6 +27,7 @@ _IN_FLOAT32 = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE: parts of a sum stay i
 CLUSTERS = (2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 17, 28, 32, 33)
 """cublasLtClusterShape_t of up to eight programs: 1x1, 2x1, 4x1, 1x2, 2x2, 4x2, 1x4, 2x4, 8x1, 1x8, 3x1, 3x2, 1x3, 2x3."""
 SPLIT_INTO = (2, 3, 4, 6, 8)
+MOST_OPTIONS = 64
 
 
 def value_of(lib: Library, algorithm: Algorithm, setting: Setting) -> int:
@@ -40,7 +41,7 @@ def value_of(lib: Library, algorithm: Algorithm, setting: Setting) -> int:
 def neighbours(lib: Library, problem: Problem, proposed: Iterable[Algorithm]) -> Iterator[Algorithm]:
     """All that can run the problem with the algorithm numbers of those proposed, whatever their other settings; each once.
 
-    Of the custom options, which the library does not explain, those are looked at that run with some tile of the proposed.
+    Stages, clusters and custom options, which the library does not explain, are tried with all tiles where they run with one proposed.
     """
     tiles: dict[int, list[int]] = {}
     for algorithm in proposed:
@@ -62,17 +63,14 @@ class _Family:
         self._swizzles = (0, 1) if self._capability(_CAN_SWIZZLE) else (0,)
 
     def members(self, known_tiles: Iterable[int]) -> Iterator[Algorithm]:
-        plain = list(itertools.product(self._stages, CLUSTERS))
-        options = [
-            option
-            for option in range(self._capability(_LAST_OPTION) + 1)
-            if any(self._runs(tile, option, *settings) for tile in known_tiles for settings in plain)
-        ]
-        for tile, option, (stages, cluster) in itertools.product(self._listed(_TILES), options, plain):
-            if not self._runs(tile, option, stages, cluster):
+        options = range(min(self._capability(_LAST_OPTION) + 1, MOST_OPTIONS))
+        every = itertools.product(options, self._stages, CLUSTERS)
+        plain = [settings for settings in every if any(self._runs(tile, *settings) for tile in known_tiles)]
+        for tile, settings in itertools.product(self._listed(_TILES), plain):
+            if not self._runs(tile, *settings):
                 continue
             for swizzle, splits in itertools.product(self._swizzles, (1, *self._splits)):
-                if (swizzle, splits) == (0, 1) or self._runs(tile, option, stages, cluster, swizzle, splits):
+                if (swizzle, splits) == (0, 1) or self._runs(tile, *settings, swizzle, splits):
                     yield self._algo.words()
 
     def _runs(self, tile: int, option: int, stages: int, cluster: int, swizzle: int = 0, splits: int = 1) -> bool:
