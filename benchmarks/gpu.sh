@@ -3,8 +3,9 @@
 # Parts may run at the same time on different GPUs (CUDA_VISIBLE_DEVICES). Every command has a time limit, and leaves nothing behind.
 # RESULTS: folder for result files and logs (default: benchmarks/results). PYTHON: the interpreter that has torch, and vLLM where it is
 # compared. TOKENIZER: folder with SmolLM2's tokenizer.json, for servers. REPETITIONS: of each workload (default: 3). LLAMA, SMOL,
-# MODELS: the workloads of the 8B and 135M shapes and of the other families' (default: all that have a target). UNTIL: Unix time at which
-# everything is to end; workloads that are done by then are kept.
+# MODELS: the workloads of the 8B and 135M shapes and of the other families' (default: all that have a target). FEWER: options of the
+# parts with several GPUs, such as "--repetitions-of seed64=1". UNTIL: Unix time at which everything is to end; what has been measured
+# by then is kept.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 RESULTS=${RESULTS:-benchmarks/results}
@@ -59,6 +60,13 @@ part_invariant() { offline 600 llama8b --peer batch_invariant --gpu-memory-utili
 part_plans() { # steps of a plan: one, or as many as nothing else asks for
     for steps in 1 0; do offline 300 llama8b --workload single --workload decode --set max_steps_per_plan=$steps; done
 }
+# Two GPUs: how the 8B shape scales, and the 70B shape beside vLLM, which has the GPUs after ours. NVLink multicast stays off in all of them.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+ranks() { offline "$1" "$2" --tensor-parallel-size "$3" --workload single ${FEWER:-} "${@:4}"; }
+part_allreduce() { limited 200 bench allreduce --ranks 2 --results "$RESULTS"; }
+part_scale1() { ranks 200 llama8b 1 --workload uniform64 --workload decode; }
+part_scale2() { ranks 200 llama8b 2 --workload uniform64 --workload decode; }
+part_ranks70b() { ranks 1200 llama70b 2 --workload decode --workload seed64 --peer vllm --in-turn; }
 part_startup() { # with kernels of its own, so that the first start is one
     TRITON_CACHE_DIR="$WORK/kernels" limited 400 bench startup --random-weights llama8b --checkpoint "$WORK/llama8b" --tokenizer "$TOKENIZER" \
         --starts 3 --json "$RESULTS"

@@ -27,7 +27,7 @@ TOKEN_SIZES = (*range(64, 832, 64), 896, 960, *range(1024, 2048, 256), *range(20
 _SLOW_GUESS = 448
 """By the library's own guess of an algorithm, products of so many rows take longer than of 512 (there, a step: 14.2 ms and 12.0)."""
 HOST_BOUND_WORK = 8e12
-"""Parameters times tokens up to which a step may be limited by launching it: about 30 ms of a large GPU's products."""
+"""Parameters of a GPU times tokens up to which a step may be limited by launching it: about 30 ms of a large GPU's products."""
 
 _log = structlog.get_logger(__name__)
 
@@ -120,7 +120,7 @@ def empty_step(size: Size, padding: int) -> NDArray[np.int32]:
 def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: int, measured: bool = False) -> list[Size]:
     """The sizes to capture: as many tokens as launching can be the limit for, in steps as fine as products can tell apart.
 
-    measured: products go by a measured table, not by the library's guesses.
+    num_parameters: that a token meets on one GPU. measured: products go by a measured table, not by the library's guesses.
     """
     most = HOST_BOUND_WORK / max(num_parameters, 1)
     largest = next((size for size in TOKEN_SIZES if size >= max_num_batched_tokens), TOKEN_SIZES[-1])

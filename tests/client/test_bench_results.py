@@ -114,3 +114,54 @@ def test_the_phases_of_a_start_add_up_to_it() -> None:
 
 def test_options_by_name_are_json_or_names() -> None:
     assert named_values(["num-frontends=2", "dtype=float32", "uds=null"]) == {"num_frontends": 2, "dtype": "float32", "uds": None}
+
+
+class Counted:
+    """An engine that takes a second for everything and ends its `last` run as it is told."""
+
+    vocab_size = 32000
+
+    def __init__(self, name: str, last: int, end: BaseException) -> None:
+        self.name, self.left, self.end = name, last, end
+
+    def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]:
+        self.left -= 1
+        if self.left < 0:
+            raise self.end
+        return 1.0, sum(count for _, count in workloads.make(workload))
+
+    def device_s(self) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("end", "kept"), [(KeyboardInterrupt(), 1), (SystemExit("the peer ended"), None)])
+def test_what_was_measured_before_an_end_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: BaseException, kept: int | None
+) -> None:
+    monkeypatch.setattr(bench_throughput, "Pagecast", lambda options: Counted("pagecast", 99, end))
+    monkeypatch.setattr(bench_throughput, "Peer", lambda *_: Counted("vllm", 4, end))
+    parser = argparse.ArgumentParser()
+    bench_throughput.add_arguments(parser)
+    line = "--workload single --workload decode --warmup 0 --peer vllm --in-turn --json"
+    with pytest.raises(SystemExit, match="not all was measured"):
+        bench_throughput.run(parser.parse_args([*line.split(), str(tmp_path)]))
+    (record,) = results.read_all(str(tmp_path))
+    metrics, start = record["metrics"], "throughput.smol135m"
+    assert metrics[f"{start}.single.ratio_vllm"] == 1.0
+    assert metrics[f"{start}.decode.pagecast.repetitions"] == 3  # of ours, which had ended before
+    assert metrics.get(f"{start}.decode.vllm.repetitions") == kept
+    assert (f"{start}.decode.ratio_vllm" in metrics) == (kept is not None)
+
+
+def test_a_workload_has_repetitions_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_throughput, "Pagecast", lambda options: Counted("pagecast", 4, AssertionError("run once too often")))
+    parser = argparse.ArgumentParser()
+    bench_throughput.add_arguments(parser)
+    line = "--workload single --workload decode --warmup 0 --repetitions-of decode=1 --json"
+    assert bench_throughput.run(parser.parse_args([*line.split(), str(tmp_path)])) == 0
+    assert "fewer than three repetitions of decode;" in capsys.readouterr().out
+    for wrong in ("decode", "dance=1", "decode=0"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--repetitions-of", wrong])

@@ -1,5 +1,5 @@
-"""Every target of the engine is measured by some command of benchmarks/gpu.sh: the script runs with an interpreter that only notes what
-it was asked for, and each bench's own code names the metrics of that."""
+"""Every target of the engine, on one GPU and on two, is measured by some command of benchmarks/gpu.sh: the script runs with an interpreter
+that only notes what it was asked for, and each bench's own code names the metrics of that."""
 
 import argparse
 import json
@@ -16,7 +16,10 @@ from pagecast.bench import load
 from pagecast.cli import bench_serve, bench_startup, bench_throughput
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("beside8b", "beside135m", "defaults", "static", "startup", "servers8b", "servers135m", "ours8b", "ours135m", "invariant", "plans")
+PARTS = (
+    "beside8b", "beside135m", "defaults", "static", "startup", "servers8b", "servers135m", "ours8b", "ours135m", "invariant", "plans",
+    "scale1", "scale2", "ranks70b",
+)
 RECORDER = """#!{python}
 import json, os, signal, sys
 words = sys.argv[1:]
@@ -71,7 +74,7 @@ def metrics_of(kind: str, words: list[str]) -> set[str]:
 
 def test_every_target_of_the_engine_is_measured_by_the_script(commands: list[list[str]]) -> None:
     targets = tomllib.loads((ROOT / "benchmarks/targets.toml").read_text())["target"]
-    wanted = {target["metric"] for target in targets if target["group"] == "engine"}
+    wanted = {target["metric"] for target in targets if target["group"] in ("engine", "two GPUs")}
     measured = set().union(*(metrics_of(kind, words) for kind, *words in commands))
     assert wanted - measured == set()
 

@@ -9,11 +9,15 @@ import pytest
 import torch
 from worker.graphs_here import MixedHere, ReplayedHere
 from worker.plan_driver import Driver, Job
-from worker.tiny_model import load_tiny
+from worker.tiny_model import load_tiny, write_config
 
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
+from pagecast_worker.loading.hf_config import read_config
 from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step
+from pagecast_worker.models.decoder import Decoder
+from pagecast_worker.models.registry import architecture
+from pagecast_worker.parallel import Mute, Ranks
 
 NUM_BLOCKS = 60
 SIZES = [Size(8, 2, 3, 5), Size(16, 8, 3, 8), Size(24, 8, 3, 8), Size(56, 8, 3, 8)]
@@ -103,3 +107,13 @@ def test_sizes_suit_the_model():
     assert {size.decodes for size in sizes_for(5, 2048, 1)} == {5}
     measured = sizes_for(256, 16384, 8_000_000_000, measured=True)
     assert {size.tokens for size in measured} - {size.tokens for size in large} == {448}
+
+
+def test_the_work_of_a_token_is_one_ranks_share_of_it(tmp_path):
+    config, _ = read_config(write_config(tmp_path))
+
+    def work(ranks: int) -> int:
+        names = architecture(config.architecture).names
+        return Decoder(config, names, Ranks(0, ranks, Mute()), torch.device("meta"), torch.float32, 64).parameters_of_a_token()
+
+    assert work(2) == work(1) // 2 > 0

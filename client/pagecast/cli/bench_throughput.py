@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given several times (default: chat)")
     parser.add_argument("--limit", type=COUNT, help="only the first N requests of each workload")
     parser.add_argument("--repetitions", type=COUNT, default=3, help="timed repetitions of each engine; the median counts")
+    parser.add_argument("--repetitions-of", type=repetitions_of, action="append", default=[], metavar="WORKLOAD=N", help="of one workload")
     parser.add_argument("--warmup", type=ANY_COUNT, default=1, help="untimed repetitions before")
     parser.add_argument("--max-num-seqs", type=COUNT, default=256)
     parser.add_argument("--max-num-batched-tokens", type=COUNT, default=16384)
@@ -38,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
 
 
+def repetitions_of(text: str) -> tuple[str, int]:
+    """An argparse type."""
+    name, sign, number = text.partition("=")
+    if name not in WORKLOADS or not sign:
+        raise argparse.ArgumentTypeError(f"must be a workload, = and its repetitions, not {text!r}")
+    return name, COUNT(number)
+
+
 def figures(seconds: list[float], tokens: int, work: list[tuple[list[int], int]]) -> dict[str, float]:
     """Median figures of one engine on one workload."""
     median = statistics.median(seconds)
@@ -45,63 +54,76 @@ def figures(seconds: list[float], tokens: int, work: list[tuple[list[int], int]]
     return {
         "s": round(median, 4), "out_tok_s": round(tokens / median, 1), "tot_tok_s": round((tokens + prompt) / median, 1),
         "req_s": round(len(work) / median, 2), "ms_per_token": round(1e3 * median / max(tokens / len(work), 1), 3),
-        "spread": round((max(seconds) - min(seconds)) / median, 4),
+        "spread": round((max(seconds) - min(seconds)) / median, 4), "repetitions": len(seconds),
     }
 
 
-def measure(engines: list[Engine], workload: str, args: argparse.Namespace, progress: Progress) -> dict[str, dict[str, float]]:
+def measure(engines: list[Engine], workload: str, row: dict[str, dict[str, float]], args: argparse.Namespace, progress: Progress) -> None:
     """Runs `workload` on the engines in turn, repetition by repetition. Every timed run must give every token asked for.
 
+    row: gets the figures of every engine, by name, also where they are interrupted; then of the repetitions that are done.
     device_share: of the time of all repetitions, what the device's steps took, where the engine tells."""
     work = workloads.make(workload)[: args.limit]
     wanted = sum(count for _, count in work)
     seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
     total: dict[str, float] = dict.fromkeys(seconds, 0.0)
     before = {engine.name: engine.device_s() for engine in engines}
-    for repetition in range(args.warmup + args.repetitions):
-        for engine in engines:
-            took, tokens = engine.run(workload, repetition + 1, args.limit)
-            if tokens != wanted:
-                raise SystemExit(f"{engine.name} gave {tokens} tokens on {workload}, not {wanted}")
-            total[engine.name] += took
-            if repetition >= args.warmup:
-                seconds[engine.name].append(took)
-            progress.advance(f"{workload} · {engine.name} {took:.2f} s")
-    measured = {name: figures(taken, wanted, work) for name, taken in seconds.items()}
+    try:
+        for repetition in range(args.warmup + repetitions(args, workload)):
+            for engine in engines:
+                took, tokens = engine.run(workload, repetition + 1, args.limit)
+                if tokens != wanted:
+                    raise SystemExit(f"{engine.name} gave {tokens} tokens on {workload}, not {wanted}")
+                total[engine.name] += took
+                if repetition >= args.warmup:
+                    seconds[engine.name].append(took)
+                progress.advance(f"{workload} · {engine.name} {took:.2f} s")
+    except KeyboardInterrupt:
+        row |= {name: figures(taken, wanted, work) for name, taken in seconds.items() if taken}
+        raise
+    row |= {name: figures(taken, wanted, work) for name, taken in seconds.items()}
     for engine in engines:
         since, now = before[engine.name], engine.device_s()
         if since is not None and now is not None:
-            measured[engine.name]["device_share"] = round((now - since) / total[engine.name], 3)
-    return measured
+            row[engine.name]["device_share"] = round((now - since) / total[engine.name], 3)
+
+
+def repetitions(args: argparse.Namespace, workload: str) -> int:
+    """Timed ones."""
+    return int(dict(args.repetitions_of).get(workload, args.repetitions))
 
 
 def run(args: argparse.Namespace) -> int:
     if args.peer is None and (args.peer_only or args.peer_defaults or args.in_turn):
         args.usage_error("--peer-only, --peer-defaults and --in-turn need --peer")
     results.check_folder(args.json)
-    if args.repetitions < 3:
-        print("note: fewer than three repetitions; the median is not to be published")
+    chosen = args.workload or ["chat"]
+    if few := [workload for workload in chosen if repetitions(args, workload) < 3]:
+        print(f"note: fewer than three repetitions of {', '.join(few)}; the median is not to be published")
     options = EngineOptions(
         args.random_weights, args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.max_model_len,
         args.peer_defaults, tuple(args.set), args.tensor_parallel_size,
     )
-    chosen = args.workload or ["chat"]
     makers: list[Callable[[], Engine]] = [] if args.peer_only else [lambda: Pagecast(options)]
     if args.peer:
         makers.append(lambda: Invariant(options) if args.peer == Invariant.name else Peer(args.peer, options, args.json))
     table: Table = {workload: {} for workload in chosen}
+    cut = ""
     try:
         fill(table, makers, args)
-    except KeyboardInterrupt:  # a workload that every engine has finished stays
-        table = {workload: row for workload, row in table.items() if len(row) == len(makers)}
+    except (KeyboardInterrupt, SystemExit) as end:  # what has been measured stays
+        table = {workload: row for workload, row in table.items() if row}
         if not table:
             raise
+        cut = str(end) or "interrupted"
     suffix = "-defaults" if args.peer_defaults else ""
     given = vars(options) | {"extra": list(options.extra)}
     details = {"workloads": table, "options": given}
     path = results.write(args.json, f"throughput-{shape_name(args)}{suffix}", metrics_of(args, table), details)
     show(table)
     print(f"written to {path}")
+    if cut:
+        raise SystemExit(f"not all was measured: {cut}")
     return 0
 
 
@@ -113,7 +135,7 @@ def fill(table: Table, makers: list[Callable[[], Engine]], args: argparse.Namesp
         try:
             engines += [maker() for maker in together]
             for workload in table:
-                table[workload] |= measure(engines, workload, args, progress)
+                measure(engines, workload, table[workload], args, progress)
         finally:
             for engine in engines:
                 engine.close()
@@ -134,7 +156,7 @@ def metrics_of(args: argparse.Namespace, table: Table) -> dict[str, float]:
         for engine, cells in row.items():
             name = f"{engine}-defaults" if args.peer_defaults and engine == args.peer else engine
             metrics |= {f"{start}.{name}.{key}": value for key, value in cells.items()}
-        if args.peer and not args.peer_only and not args.peer_defaults:
+        if not args.peer_only and not args.peer_defaults and {args.peer, "pagecast"} <= row.keys():
             metrics[f"{start}.ratio_{args.peer}"] = round(row[args.peer]["s"] / row["pagecast"]["s"], 3)
     return metrics
 
@@ -144,8 +166,8 @@ def show(table: Table) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("s", "out_tok_s", "tot_tok_s", "req_s", "ms_per_token", "spread", "device_share")
-    out = Table("workload", "engine", "s", "out tok/s", "total tok/s", "req/s", "ms/token", "spread", "device busy")
+    columns = ("s", "out_tok_s", "tot_tok_s", "req_s", "ms_per_token", "spread", "repetitions", "device_share")
+    out = Table("workload", "engine", "s", "out tok/s", "total tok/s", "req/s", "ms/token", "spread", "runs", "device busy")
     for load, row in table.items():
         for engine, cells in row.items():
             out.add_row(load, engine, *(str(cells.get(key, "")) for key in columns))

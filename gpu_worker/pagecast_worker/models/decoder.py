@@ -142,12 +142,12 @@ class Decoder:
         return sum(source.size() for source in self.sources())
 
     def parameters_of_a_token(self) -> int:
-        """How many of them one token's way through the model takes: of the experts only the chosen ones."""
-        experts = self.config.experts
-        if experts is None:
-            return self.num_parameters()
-        idle = sum(isinstance(layer.feed_forward, Experts) for layer in self.layers) * (experts.count - experts.routing.chosen)
-        return self.num_parameters() - idle * 3 * experts.size * self.config.hidden_size
+        """How many of them one token's way through the model takes on one rank: of the experts only the chosen ones."""
+        taken, experts = self.num_parameters(), self.config.experts
+        if experts is not None:
+            idle = sum(isinstance(layer.feed_forward, Experts) for layer in self.layers) * (experts.count - experts.routing.chosen)
+            taken -= idle * 3 * experts.size * self.config.hidden_size
+        return taken // self.ranks.size
 
     def embed(self, ops: Any, token_ids: Tensor) -> Tensor:
         """int32[T] -> [T, H]: what the first layer is given."""
