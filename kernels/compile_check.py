@@ -170,7 +170,7 @@ def shard_variants() -> Iterator[Variant]:
 
 def quantized_variants() -> Iterator[Variant]:
     """Products of packed words and of 8-bit operands, and what makes 8-bit activations."""
-    from pagecast_kernels import quantized_products, quantized_rows, scaled_products
+    from pagecast_kernels import quantized_gemv, quantized_products, quantized_rows, scaled_products
     from pagecast_kernels.quantized_weights import PackedWeight, tile_columns
 
     x = torch.zeros((64, 4096), dtype=torch.bfloat16)
@@ -187,8 +187,18 @@ def quantized_variants() -> Iterator[Variant]:
         for dtype in (torch.bfloat16, torch.float16):
             name = f"packed_product {kind} g{group}{' zeros' * zeros}{' gated' * paired} m{rows} {str(dtype)[6:]}"
             yield name, lambda w=weight, r=rows, d=dtype, p=paired: quantized_products.packed_product(x[:r].to(d), w, gated=p)
+        if quantized_gemv.takes_packed(weight):
+            shape = f"{kind} g{group}{' zeros' * zeros}{' gated' * paired}"
+            yield f"packed_gemv {shape}", lambda w=weight: quantized_gemv.packed_gemv(x[:1], w)
+            yield f"norm packed_gemv {shape}", lambda w=weight: quantized_gemv.packed_gemv(x[:1], w, gamma=x[0], eps=1e-5)
+            if not paired:
+                yield f"packed_gemv add {shape}", lambda w=weight: quantized_gemv.packed_gemv(x[:1], w, residual=x[:1, :256].contiguous())
         out = torch.zeros((256, 4096), dtype=torch.bfloat16)
         yield f"unpack_weight {kind} g{group}", lambda w=weight, out=out: quantized_products.unpack_weight(w, out)
+    eight = (torch.zeros((256, 4096)).to(torch.float8_e4m3fn), torch.zeros(256))
+    yield "norm scaled_gemv", lambda: quantized_gemv.scaled_gemv(x[:1], *eight, gamma=x[0], eps=1e-5)
+    yield "norm scaled_gemv gated", lambda: quantized_gemv.scaled_gemv(x[:1], *eight, gamma=x[0], eps=1e-5, gated=True)
+    yield "scaled_gemv add", lambda: quantized_gemv.scaled_gemv(x[:1], *eight, residual=x[:1, :256].contiguous())
     for dtype in (torch.float8_e4m3fn, torch.int8):
         row, scale = x.to(dtype), torch.zeros(64)
         for rows in (1, 64):

@@ -77,6 +77,17 @@ def takes(weight: Weight) -> torch.dtype | None:
     return weight.values.dtype if isinstance(weight, Scaled) else None
 
 
+def suits_one_row(weight: Weight) -> bool:
+    """Whether the products of one row can take a weight: rows in whole 16-byte words, of a kind that they know."""
+    if isinstance(weight, Packed):
+        from pagecast_kernels.quantized_gemv import takes_packed
+
+        return weight.order is None and takes_packed(weight.weight)
+    if isinstance(weight, Scaled):
+        return weight.values.dtype == torch.float8_e4m3fn and weight.shape[1] % 16 == 0
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] % 8 == 0
+
+
 def nbytes(weight: Weight) -> int:
     """Bytes that a weight takes on its device."""
     if isinstance(weight, Packed):
@@ -128,8 +139,9 @@ class GpuQuantized:
     """The products of a GPU for every kind of weight that it keeps. plain: the same for tensors. Owns the workspace that splits share."""
 
     def __init__(self, plain: Any, device: torch.device) -> None:
-        from pagecast_kernels import quantized_products, quantized_rows, scaled_products
+        from pagecast_kernels import quantized_gemv, quantized_products, quantized_rows, scaled_products
 
+        self._one_row = quantized_gemv
         self._plain, self._products, self._scaled, self._rows = plain, quantized_products, scaled_products, quantized_rows
         self._workspace = quantized_products.split_workspace(device)
 
@@ -170,6 +182,30 @@ class GpuQuantized:
         if isinstance(weight, Tensor):
             return self._plain.linear_gelu_mul(x, weight)  # type: ignore[no-any-return]
         return self._plain.gelu_mul(self.linear(x, weight))  # type: ignore[no-any-return]
+
+    def norm_linear(self, x: Tensor, gamma: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """See reference.norm_linear; of one row."""
+        if isinstance(weight, Packed):
+            return self._one_row.packed_gemv(x, weight.weight, gamma=gamma, eps=eps, bias=bias)
+        if isinstance(weight, Scaled):
+            return self._one_row.scaled_gemv(x, weight.values, weight.scales, gamma=gamma, eps=eps, bias=bias)
+        return self._plain.norm_linear(x, gamma, eps, weight, bias)  # type: ignore[no-any-return]
+
+    def norm_linear_silu_mul(self, x: Tensor, gamma: Tensor, eps: float, weight: Weight) -> Tensor:
+        """See reference.norm_linear_silu_mul; of one row."""
+        if isinstance(weight, Packed):
+            return self._one_row.packed_gemv(x, weight.weight, gamma=gamma, eps=eps)
+        if isinstance(weight, Scaled):
+            return self._one_row.scaled_gemv(x, weight.values, weight.scales, gamma=gamma, eps=eps, gated=True)
+        return self._plain.norm_linear_silu_mul(x, gamma, eps, weight)  # type: ignore[no-any-return]
+
+    def linear_add(self, x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
+        """See reference.linear_add; of one row."""
+        if isinstance(weight, Packed):
+            return self._one_row.packed_gemv(x, weight.weight, residual=residual)
+        if isinstance(weight, Scaled):
+            return self._one_row.scaled_gemv(x, weight.values, weight.scales, residual=residual)
+        return self._plain.linear_add(x, weight, residual)  # type: ignore[no-any-return]
 
     def rms_norm_rows(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Rows:
         """See reference_quantized.rms_norm_quantized."""

@@ -1,4 +1,4 @@
-"""The forward pass of a step with one token, in six launches a layer instead of nine.
+"""The forward pass of a step with one token, in six launches a layer instead of nine or more.
 
 A product of one row goes over its whole input in every program, so norms, the residual sum and SiLU·mul are done there in passing
 (pagecast_kernels.gemv). Alone, a request's time between tokens is little more than reading the weights and launching kernels.
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pagecast_worker.layers.experts import Experts
+from pagecast_worker.layers.quantized import Packed, suits_one_row
 from pagecast_worker.layers.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def suits(model: "Decoder") -> bool:
-    """Whether these kernels can take a model: plain weights, rows in whole 16-byte words; no mixture over several ranks."""
+    """Whether these kernels can take a model: weights of kinds that they know; no mixture over several ranks, nor a quantized one."""
     config = model.config
     if config.latent is not None:
         return False
@@ -28,9 +29,11 @@ def suits(model: "Decoder") -> bool:
     for layer in model.layers:
         dense = layer.feed_forward.shared if isinstance(layer.feed_forward, Experts) else layer.feed_forward
         products += [] if dense is None else [dense.gate_up, dense.down]
-    return all(layer.attention.output.bias is None for layer in model.layers) and all(
-        isinstance(p.weight, Tensor) and p.weight.is_floating_point() and p.weight.shape[1] % 8 == 0 for p in products
-    )
+        if dense is not None and isinstance(dense.gate_up.weight, Packed) and not dense.gate_up.weight.weight.paired:
+            return False
+    if any(isinstance(layer.feed_forward, Experts) for layer in model.layers) and not all(isinstance(p.weight, Tensor) for p in products):
+        return False
+    return all(layer.attention.output.bias is None for layer in model.layers) and all(suits_one_row(p.weight) for p in products)
 
 
 def _experts(ops: Any, block: Experts, x: Tensor, residual: Tensor) -> None:

@@ -1,0 +1,88 @@
+"""One-row products with weights of 4 and 8 bits in the interpreter, against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagecast_kernels import quantized_rows, reference
+from pagecast_kernels import quantized_weights as weights
+from pagecast_kernels import reference_quantized as twin
+from pagecast_kernels.quantized_gemv import PackedGemvConfig, ScaledGemvConfig, packed_gemv, scaled_gemv
+
+EPS = 1e-5
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half()
+
+
+def near(got: Tensor, want: Tensor, bound: float = 2e-3) -> bool:
+    return bool(torch.linalg.norm(got.double() - want) / torch.linalg.norm(want) < bound)
+
+
+def packed(rows: int, columns: int, group: int, zeros: bool, paired: bool = False) -> weights.PackedWeight:
+    """Every place its own random value, scale and zero."""
+    generator = torch.Generator().manual_seed(rows)
+    values = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
+    groups = -(-columns // group) if group else 1
+    scales = torch.rand(rows, groups, generator=generator) * 0.01 + 0.001
+    return weights.pack("int4", values, scales, torch.randint(0, 17, (rows, groups), generator=generator) if zeros else None, group, paired)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "group", "zeros", "config"),
+    [
+        (128, 512, 128, False, PackedGemvConfig(8, 4, 2, 2)), (100, 640, 128, True, PackedGemvConfig(16, 2, 1, 2)),
+        (70, 200, 0, True, PackedGemvConfig(4, 1, 1, 1)), (64, 384, 256, False, PackedGemvConfig(64, 2, 2, 2)),
+    ],
+)  # fmt: skip
+def test_packed_gemv_equals_float64(rows: int, columns: int, group: int, zeros: bool, config: PackedGemvConfig) -> None:
+    weight = packed(rows, columns, group, zeros)
+    exact = weights.dequantized(weight, torch.float64)
+    x, gamma, bias, residual = random(1, columns), random(1, columns)[0], random(rows), random(1, rows)
+    assert near(packed_gemv(x, weight, bias=bias, config=config), x.double() @ exact.T + bias.double())
+    want = reference.norm_linear(x.double(), gamma.double(), EPS, exact)
+    assert near(packed_gemv(x, weight, gamma=gamma, eps=EPS, config=config), want)
+    want = residual.double() + x.double() @ exact.T
+    assert packed_gemv(x, weight, residual=residual, config=config) is residual
+    assert near(residual, want)
+
+
+@pytest.mark.parametrize(("rows", "zeros"), [(128, False), (48, True)])
+def test_gates_and_ups_of_packed_rows_meet(rows: int, zeros: bool) -> None:
+    weight = packed(rows, 256, 128, zeros, paired=True)
+    x, gamma = random(1, 256), random(1, 256)[0]
+    want = reference.norm_linear_silu_mul(x.double(), gamma.double(), EPS, weights.dequantized(weight, torch.float64))
+    for config in (PackedGemvConfig(8, 2, 2, 2), PackedGemvConfig(32, 1, 1, 1)):
+        assert near(packed_gemv(x, weight, gamma=gamma, eps=EPS, config=config), want)
+
+
+def test_only_known_kinds_of_packed_weights_are_taken() -> None:
+    narrow = packed(64, 256, 64, False)
+    with pytest.raises(ValueError, match="groups of 64"):
+        packed_gemv(random(1, 256), narrow)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(96, 512), (37, 200)])
+def test_scaled_gemv_rounds_x_as_rows_are(rows: int, columns: int) -> None:
+    values, scales = twin.quantize_rows(random(2 * rows, columns), torch.float8_e4m3fn)
+    meant = values.double() * scales.double()[:, None]
+    x, gamma, bias, residual = random(1, columns), random(1, columns)[0], random(rows), random(1, rows)
+
+    # As by the kernels for several rows: the interpreter's rounding to e4m3 is not torch's.
+    plain, normed = (
+        value.double() * scale.double()
+        for value, scale in (
+            quantized_rows.quantize_rows(x, torch.float8_e4m3fn), quantized_rows.rms_norm_quantized(x, gamma, EPS, torch.float8_e4m3fn),
+        )
+    )  # fmt: skip
+    one = (x, values[:rows], scales[:rows])
+    for config in (ScaledGemvConfig(8, 128, 2, 4), ScaledGemvConfig(16, 256, 1, 4)):
+        assert near(scaled_gemv(*one, bias=bias, config=config), plain @ meant[:rows].T + bias.double())
+        # Where a norm falls on the other side of half a step, one value of x is the neighbour in e4m3.
+        assert near(scaled_gemv(*one, gamma=gamma, eps=EPS, config=config), normed @ meant[:rows].T, 1e-2)
+        gate, up = (normed @ meant.T).chunk(2, -1)
+        assert near(scaled_gemv(x, values, scales, gamma=gamma, eps=EPS, gated=True, config=config), torch.nn.functional.silu(gate) * up, 1e-2)
+        kept = residual.clone()
+        assert scaled_gemv(*one, residual=kept, config=config) is kept
+        assert near(kept, residual.double() + plain @ meant[:rows].T)
