@@ -82,7 +82,8 @@ def test_scaled_gemv_rounds_x_as_rows_are(rows: int, columns: int) -> None:
         # Where a norm falls on the other side of half a step, one value of x is the neighbour in e4m3.
         assert near(scaled_gemv(*one, gamma=gamma, eps=EPS, config=config), normed @ meant[:rows].T, 1e-2)
         gate, up = (normed @ meant.T).chunk(2, -1)
-        assert near(scaled_gemv(x, values, scales, gamma=gamma, eps=EPS, gated=True, config=config), torch.nn.functional.silu(gate) * up, 1e-2)
+        got = scaled_gemv(x, values, scales, gamma=gamma, eps=EPS, gated=True, config=config)
+        assert near(got, torch.nn.functional.silu(gate) * up, 1e-2)
         kept = residual.clone()
         assert scaled_gemv(*one, residual=kept, config=config) is kept
         assert near(kept, residual.double() + plain @ meant[:rows].T)

@@ -30,6 +30,7 @@ class EngineOptions:
     defaults: bool = False  # a peer at its own defaults: only memory share and the model are given
     extra: tuple[str, ...] = ()  # further serve options of ours, as NAME=VALUE
     tensor_parallel_size: int = 1
+    checkpoint: str | None = None  # a peer's weights: as model_shapes.quantization_config names them
 
 
 def shifted(name: str, repetition: int, vocab_size: int, limit: int | None = None) -> list[tuple[list[int], int]]:
@@ -129,7 +130,8 @@ class Peer:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix=f"pagecast-bench-{name}-")
         settings = {
-            "folder": model_shapes.write(options.shape, self._folder.name), "vocab_size": model_shapes.SHAPES[options.shape]["vocab_size"],
+            "folder": model_shapes.write(options.shape, self._folder.name, options.checkpoint),
+            "vocab_size": model_shapes.SHAPES[options.shape]["vocab_size"],
             "max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_num_batched_tokens,
             "memory_share": options.memory_share, "max_model_len": options.max_model_len, "defaults": options.defaults,
             "tensor_parallel_size": options.tensor_parallel_size,
