@@ -71,7 +71,7 @@ part_startup() { # with kernels of its own, so that the first start is one
     TRITON_CACHE_DIR="$WORK/kernels" limited 400 bench startup --random-weights llama8b --checkpoint "$WORK/llama8b" --tokenizer "$TOKENIZER" \
         --starts 3 --json "$RESULTS"
 }
-part_quantized() { limited 900 bench quantized --results "$RESULTS"; }
+part_quantized() { limited 900 bench quantized --parts 8b,vllm,memory,70b --repetitions "$REPETITIONS" --results "$RESULTS"; }
 
 # Both servers on this GPU at once, asked in turn; ours first, because both measure what memory is free. Without a peer ours is measured alone.
 ended() { # a server, which is a process group: told twice not to drain, then killed
