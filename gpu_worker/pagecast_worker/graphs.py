@@ -20,9 +20,10 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 def warm_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that between them need every compiled variant: attention is compiled for powers of 4 from 16 on,
-    sampling for how many programs share a row, and 1 has a product of its own."""
-    return sorted({min(1 << bit, max_num_seqs) for bit in range(max_num_seqs.bit_length())} | {max_num_seqs})
+    """Numbers of sequences that between them need every compiled variant: attention is compiled for powers of 4 from 16 on, and of
+    three KV heads otherwise for 17 than for 32, sampling for how many programs share a row, and 1 has a product of its own."""
+    powers = {1 << bit for bit in range(max_num_seqs.bit_length())}
+    return sorted({min(size, max_num_seqs) for size in powers | {17, max_num_seqs}})
 
 
 class DecodeGraphs:

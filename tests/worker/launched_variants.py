@@ -125,7 +125,7 @@ def main(folder: Path) -> None:
     keys.clear()
     graphs = start(worker)
     for worker._graphs, worker._mixed_graphs in (graphs, (None, None)):
-        for count in (1, 2, 3, 7, 40, 150, ROWS):
+        for count in (1, 2, 3, 7, 20, 40, 150, ROWS):
             serve(worker, count)
     missing = sorted({str(key[0]) for key in keys - noted})
     print(json.dumps({"noted": len(noted), "launched": len(keys), "missing": missing}))

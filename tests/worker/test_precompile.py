@@ -81,10 +81,13 @@ def test_nothing_gets_ready_where_there_is_no_gpu_or_a_full_cache(tmp_path, monk
     assert started == [1]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_kernel_that_a_worker_launches_is_compiled_ahead(tmp_path, head_dim):
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 2, 128)])
+def test_every_kernel_that_a_worker_launches_is_compiled_ahead(tmp_path, heads, kv_heads, head_dim):
     """Of an H200's, with requests of every kind: in other words, serving waits for no compiler."""
-    write_config(tmp_path, head_dim=head_dim, vocab_size=128256, num_hidden_layers=1, max_position_embeddings=2048)
+    write_config(
+        tmp_path, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=128256, num_hidden_layers=1,
+        max_position_embeddings=2048,
+    )  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-m", "worker.launched_variants", str(tmp_path)]
