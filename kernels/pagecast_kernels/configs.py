@@ -2,7 +2,8 @@
 
 No kernel is tuned while it serves. The figures come from `kernels/gpu_check.py` on an NVIDIA H200. GPUs whose programs may have less
 shared memory than an H200's also have other tensor cores, whose operands and sums lie in registers: their launches are made so that
-they fit and do not spill, by `kernels/compile_check.py`, and are not measured.
+they fit and do not spill, by `kernels/compile_check.py`, and are not measured. Nor are those of float32: no tensor core multiplies it
+without loss, so each thread holds whole rows of a product's operands, and tiles are as small as registers want them.
 """
 
 import functools
@@ -140,17 +141,24 @@ def max_decode_programs(device: torch.device | str) -> int:
     return _PROGRAMS_PER_PROCESSOR * processors(device)
 
 
-def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str, scaled: bool = False) -> Decode:
-    """Launch of paged_decode for query groups of `group` heads. scaled: over a cache of 8 bits, whose tiles take half the memory."""
+def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: torch.device | str, itemsize: int = 2) -> Decode:
+    """Launch of paged_decode for query groups of `group` heads, over a cache of values of `itemsize` bytes."""
+    if itemsize > 2:
+        return _wide_decode(device)
     if shared_memory(device) < _MUCH:
         return _small_decode(head_dim, device)
     if head_dim > 128 or group > 16:
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
-    if scaled:
+    if itemsize == 1:
         return Decode(tile=64, warps=2, stages=3, programs=_PROGRAMS_PER_PROCESSOR * processors(device))
     if FEW_PAIRS < batch * num_kv_heads <= 1024:
         return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
     return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= FEW_PAIRS else 3) * processors(device))
+
+
+def _wide_decode(device: torch.device | str) -> Decode:
+    """Both decodes over float32."""
+    return Decode(tile=16, warps=8, stages=2, programs=processors(device))
 
 
 def _small_decode(head_dim: int, device: torch.device | str) -> Decode:
@@ -170,11 +178,13 @@ def _even(programs: int) -> int:
     return power if 16 * power >= 15 * programs else programs
 
 
-def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> Decode:
-    """Launch of decode_flat.paged_decode, where decode_hopper does not take it.
+def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.device | str, itemsize: int = 2) -> Decode:
+    """Launch of decode_flat.paged_decode over values of `itemsize` bytes, where decode_hopper does not take it.
 
     Measured with 8 KV heads of size 128 in groups of 4. The few sequences' launch is best for one of 32,768 and for 8 of 1,024.
     """
+    if itemsize > 2:
+        return _wide_decode(device)
     if shared_memory(device) < _MUCH:
         return _small_decode(head_dim, device)
     pairs, warps = batch * num_kv_heads, 2 if arch(device) == 90 else 4  # two warps have registers enough on Hopper alone
@@ -205,13 +215,13 @@ HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)
 
 
 def prefill(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Prefill:
-    """Launch of paged_prefill over values of `itemsize` bytes. Tiles of four-byte values are small: 227 KiB of shared memory hold them."""
-    if shared_memory(device) < _MUCH:
-        if itemsize > 2 or head_dim > 128:
-            return Prefill(rows=64 if itemsize == 2 else 32, tile=32 if itemsize == 2 else 16, warps=8, stages=2)
-        return Prefill(rows=128, tile=32 if head_dim > 64 else 64, warps=8, stages=3)
+    """Launch of paged_prefill over a cache of values of `itemsize` bytes."""
     if itemsize > 2:
-        return Prefill(rows=64, tile=16 if head_dim > 128 else 32, warps=8, stages=2)
+        return Prefill(rows=32, tile=16, warps=8, stages=2)
+    if shared_memory(device) < _MUCH:
+        if head_dim > 128:
+            return Prefill(rows=64, tile=32, warps=8, stages=2)
+        return Prefill(rows=128, tile=32 if head_dim > 64 else 64, warps=8, stages=3)
     if head_dim > 128:
         return Prefill(rows=128, tile=32, warps=8, stages=2)
     return Prefill(rows=128, tile=32 if head_dim <= 64 and arch(device) >= 100 else 64, warps=8, stages=3)
@@ -220,13 +230,13 @@ def prefill(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Pre
 def shared_prefix(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Prefill:
     """Launch of the prefix's part of shared_prefix.paged_decode_shared, over values of `itemsize` bytes. rows: PREFIX_ROWS, or a
     fraction of them."""
+    if itemsize > 2:
+        return Prefill(rows=PREFIX_ROWS // 4, tile=16, warps=8, stages=2)
     if shared_memory(device) < _MUCH:
-        if itemsize > 2:
-            return Prefill(rows=PREFIX_ROWS // 4, tile=16, warps=8, stages=2)
         return Prefill(rows=PREFIX_ROWS // 2, tile=32, warps=8, stages=2)
     if head_dim > 128:
         return Prefill(rows=PREFIX_ROWS, tile=16, warps=8, stages=2)
-    return Prefill(rows=PREFIX_ROWS, tile=64 if itemsize == 2 else 32, warps=8, stages=3)
+    return Prefill(rows=PREFIX_ROWS, tile=64, warps=8, stages=3)
 
 
 def depth_of(depth: int, itemsize: int) -> int:
@@ -245,6 +255,8 @@ def experts(pairs: int, count: int, itemsize: int = 2) -> tuple[Experts, Experts
         return Experts(16, 64, long, 4, 3), Experts(16, 128, long, 4, 3)
     if each <= 24:
         return Experts(32, 64, long, 4, 3), Experts(32, 128, long, 4, 3)
+    if itemsize > 2:
+        return Experts(64, 64, short, 8, 4), Experts(64, 64, short, 8, 4)
     if each <= 64:
         return Experts(64, 64, short, 4, 4), Experts(64, 128, short, 4, 4)
     return Experts(128, 64, short, 8, 4), Experts(128, 128, short, 8, 4)

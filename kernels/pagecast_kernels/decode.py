@@ -94,7 +94,7 @@ def attend(
             here = here & (token >= length - WINDOW)
         token += TILE
         block = blocks_of(table, token, length, BLOCK_SIZE)
-        scores = capped(tl.dot(q, k.trans()) * scale, softcap, SOFTCAP)
+        scores = capped(tl.dot(q, k.trans(), input_precision="ieee") * scale, softcap, SOFTCAP)
         scores = tl.where(here[None, :], scores, float("-inf"))
         top, total, values = add_tile(scores, v, top, total, values, False)
     return top, total, values
@@ -240,7 +240,7 @@ def paged_decode(
     out = torch.empty_like(q) if out is None else out
     if not batch:
         return out
-    config = configs.decode(batch, num_kv_heads, group, dim, q.device, k_scale is not None) if config is None else config
+    config = configs.decode(batch, num_kv_heads, group, dim, q.device, k_cache.element_size()) if config is None else config
     workspace = decode_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
     if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
         raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")

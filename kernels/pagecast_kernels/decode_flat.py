@@ -189,7 +189,7 @@ def _decode_flat(
             own, left = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile + 3)
             block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
 
-            scores = capped(tl.dot(q, k.trans()) * scale, softcap, SOFTCAP)
+            scores = capped(tl.dot(q, k.trans(), input_precision="ieee") * scale, softcap, SOFTCAP)
             scores = tl.where(here[None, :], scores, float("-inf"))
             top, total, values = add_tile(scores, v, top, total, values, False)
             if done:
@@ -315,6 +315,6 @@ def paged_decode(
             hopper = configs.decode_hopper(num_kv_heads, dim, q.device)
             tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
             return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
-    config = configs.decode_flat(batch, num_kv_heads, dim, q.device)
+    config = configs.decode_flat(batch, num_kv_heads, dim, q.device, q.element_size())
     tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
     return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config)

@@ -110,13 +110,13 @@ def _expert_product(
             rest = depth < K - k
             x = tl.load(source + k, held[:, None] & rest[None, :], 0.0)
             w = tl.load(weights + k, inside & rest[:, None], 0.0)
-        acc = tl.dot(x, w, acc)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
         if GATED:
             if EVEN:
                 w = tl.load(weights + N * K + k)
             else:
                 w = tl.load(weights + N * K + k, inside & rest[:, None], 0.0)
-            up = tl.dot(x, w, up)
+            up = tl.dot(x, w, up, input_precision="ieee")
     if GATED:
         if GELU:
             # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).

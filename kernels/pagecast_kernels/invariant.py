@@ -39,7 +39,7 @@ def _invariant_linear(
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.range(0, K, DEPTH, num_stages=STAGES):
         left = k + depth < K
-        acc = tl.dot(tl.load(x, left[None, :], 0.0), tl.load(weight, left[:, None], 0.0), acc)
+        acc = tl.dot(tl.load(x, left[None, :], 0.0), tl.load(weight, left[:, None], 0.0), acc, input_precision="ieee")
         x += DEPTH
         weight += DEPTH
     if BIAS:

@@ -88,7 +88,8 @@ def _steps(
         latent = load_tile(v_ptr, slot * RANK, here, RANK, RANK, True)
         key = load_tile(k_ptr, slot * ROPE, here, ROPE, ROPE, True)
         block = blocks_of(table, token + TILE, length, BLOCK_SIZE)
-        scores = tl.dot(q_rope, key.trans(), tl.dot(q_latent, latent.trans())) * scale
+        scores = tl.dot(q_latent, latent.trans(), input_precision="ieee")
+        scores = tl.dot(q_rope, key.trans(), scores, input_precision="ieee") * scale
         if CAUSAL:
             seen = token[None, :] <= position[:, None]
         else:

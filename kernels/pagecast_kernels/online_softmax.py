@@ -49,7 +49,7 @@ def weigh(scores, top, total, EMPTY: tl.constexpr):
 def add_tile(scores, v, top, total, values, EMPTY: tl.constexpr):
     """Add a tile of scores [ROWS, tokens] and its v [tokens, LANES]: (top, total, values)."""
     weights, decay, top, total = weigh(scores, top, total, EMPTY)
-    return top, total, tl.dot(weights.to(v.dtype), v, values * decay[:, None])
+    return top, total, tl.dot(weights.to(v.dtype), v, values * decay[:, None], input_precision="ieee")
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def _steps(
         v = load_tile(v_ptr, run, token < length, DIM, LANES, MASKED)
         k, v = k.to(q.dtype), v.to(q.dtype)  # from 8 bits, where the cache has them
         block = blocks_of(table, token + TILE, length, BLOCK_SIZE)
-        scores = capped(tl.dot(q, k.trans()) * scale, softcap, SOFTCAP)
+        scores = capped(tl.dot(q, k.trans(), input_precision="ieee") * scale, softcap, SOFTCAP)
         if MASKED:
             seen = token[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -152,7 +152,7 @@ def paged_prefill(
             config = configs.HOPPER_PREFILL
     if k_scale is not None:
         configs.check_e4m3(q.device)
-    config = configs.prefill(dim, q.device, q.element_size()) if config is None else config
+    config = configs.prefill(dim, q.device, k_cache.element_size()) if config is None else config
     if isinstance(config, configs.HopperPrefill):
         return prefill_hopper.launch(
             q, k_cache, v_cache, block_table, rows, query_start_loc, seq_lens, scale, max_query_len, out, config

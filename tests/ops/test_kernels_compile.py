@@ -1,4 +1,7 @@
-"""Every kernel compiles for a GPU that is not there, fits its shared memory and none in attention spills; the interpreter is off for it."""
+"""Every kernel compiles for a GPU that is not there, fits its shared memory, none in attention spills and none rounds float32 to TF32.
+
+The interpreter is off for it.
+"""
 
 import os
 import subprocess

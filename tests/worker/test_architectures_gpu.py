@@ -87,7 +87,7 @@ def cpu_logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", sorted(architectures()))
 def test_greedy_tokens_are_the_best_by_the_cpu(tmp_path, name):
-    """Products are in TF32: a token may lose a near tie, and a near tie of two experts may change a token altogether."""
+    """Sums are in another order: a token may lose a near tie, and a near tie of two experts may change a token altogether."""
     torch.backends.cuda.matmul.allow_tf32 = False
     write_checkpoint(name, tmp_path)
     executor = load(tmp_path, "cuda")
