@@ -166,6 +166,7 @@ CASES = [
     ("Qwen3MoeForCausalLM", QWEN | {"num_hidden_layers": 1}, {"quantization": "int4"}, (PackedExperts, Packed)),
     ("Qwen3MoeForCausalLM", QWEN, {"quantization": "fp8"}, (ScaledExperts, Scaled, torch.Tensor)),
     ("DeepseekV3ForCausalLM", DEEPSEEK | ONE_LAYER, {"quantization": "int4"}, (PackedExperts, Packed)),
+    ("Qwen2ForCausalLM", {"num_hidden_layers": 1}, {"quantization": "int4"}, (Packed,)),  # one row has kernels of its own there
 ]
 
 
@@ -182,6 +183,7 @@ def test_kernels_compute_what_the_cpu_computes(family, changes, options, kinds, 
         monkeypatch.setattr(quantized_rows, name, getattr(reference_quantized, name))  # the interpreter rounds to e4m3 wrongly
     executor = SimpleNamespace(config=config, model=model, cache=cache, ops=cuda_operators(config, model, cpu))
     assert {type(product.layer.weight) for product in all_products(executor)} == set(kinds)
+    assert executor.ops.one_row == (kinds == (Packed,))
     one, other = Forward(executor), Forward(want)
     for ids in (PROMPT[:5], [9]):  # both choose the same experts for these: none is chosen by a hair's breadth
         got, exact = (forward.chunk(ids).float() if len(ids) > 1 else forward.decode(ids[0]).float() for forward in (one, other))
