@@ -43,6 +43,10 @@ class Executor(Protocol):
 
         Raises LoadError."""
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Once loaded: see WorkerHello. Empty where every number of tokens costs what it is."""
+
     def start_epoch(self, start: StartEpoch) -> None:
         """Forget every row and every KV block."""
 

@@ -180,7 +180,7 @@ class Link:
                 formed = message
         return formed
 
-    def introduce(self, model: ModelFacts, num_blocks: int) -> None:
+    def introduce(self, model: ModelFacts, num_blocks: int, step_sizes: tuple[int, ...]) -> None:
         """Say hello for the first time, and start the heartbeat. What came before the hello has no meaning any more."""
         self._hello = WorkerHello(
             wire_version=WIRE_VERSION,
@@ -196,6 +196,7 @@ class Link:
             num_blocks=num_blocks,
             block_size=self.config.block_size,
             group=self._group,
+            step_sizes=step_sizes,
         )
         while self._receive() is not None:
             pass

@@ -93,7 +93,7 @@ def _serve(config: WorkerConfig, link: Link) -> int:
             return EXIT_FAULT
         _log.info("loaded", model=facts.name, num_blocks=num_blocks, dtype=facts.dtype)
         try:
-            link.introduce(facts, num_blocks)
+            link.introduce(facts, num_blocks, executor.step_sizes)
             loop.run()
         except Exception as error:
             _log.exception("a step failed", epoch=loop.current[0], step=loop.current[1])

@@ -26,6 +26,11 @@ TOKEN_SIZES = (*range(64, 832, 64), 896, 960, *range(1024, 2048, 256), *range(20
 """Without 832: products of so many rows take longer than of 896 (H200, 8B parameters, a layer's four: 583 us and 541)."""
 _SLOW_GUESS = 448
 """By the library's own guess of an algorithm, products of so many rows take longer than of 512 (there, a step: 14.2 ms and 12.0)."""
+FULL_SIZES = (256, 320, 384, 512, 640, 768, 896, *range(1024, 4097, 256))
+"""Of them, those at which a place costs least: products work in tiles of 128 rows (there, us of a layer for each place: 0.67 of 320,
+0.65 of 384, 0.64 of 512, 0.60 of 896; 0.67 of 448, 0.69 of 704). Up to about 256 reading the weights takes longer than the products."""
+FEWEST_PARAMETERS = 1e9
+"""Below, a step takes as long as its launches, and what is padded costs next to nothing."""
 HOST_BOUND_WORK = 8e12
 """Parameters of a GPU times tokens up to which a step may be limited by launching it: about 30 ms of a large GPU's products."""
 
@@ -129,6 +134,12 @@ def sizes_for(max_num_seqs: int, max_num_batched_tokens: int, num_parameters: in
         for tokens in TOKEN_SIZES
         if tokens <= largest and (tokens <= most or tokens == TOKEN_SIZES[0]) and (measured or tokens != _SLOW_GUESS)
     ]
+
+
+def worth_filling(ready: list[Size], num_parameters: int) -> tuple[int, ...]:
+    """Tokens, ascending, of the captured sizes that a step had better fill than be padded to a larger one."""
+    captured = {size.tokens for size in ready} if num_parameters >= FEWEST_PARAMETERS else set()
+    return tuple(tokens for tokens in FULL_SIZES if tokens in captured)
 
 
 class MixedGraphs:

@@ -69,6 +69,11 @@ class OracleExecutor:
         )
         return facts, self.config.num_blocks or DEFAULT_NUM_BLOCKS
 
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """None: nothing is padded."""
+        return ()
+
     def start_epoch(self, start: StartEpoch) -> None:
         """Empty rows and cells of the epoch's sizes."""
         rows, length = start.max_num_seqs, start.max_model_len

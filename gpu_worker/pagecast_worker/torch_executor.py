@@ -31,7 +31,7 @@ from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sam
 from pagecast_worker.kv_cache import KVCache, block_bytes
 from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint, open_vocabulary
 from pagecast_worker.memory import graph_reserve, logits_of_a_step, num_blocks_for, peak_step, prefill_step
-from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for
+from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for, worth_filling
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.parallel import Ranks
@@ -87,6 +87,7 @@ class TorchExecutor:
         self._book: RowBook | None = None
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
+        self.step_sizes: tuple[int, ...] = ()
 
     # --- loading
 
@@ -206,6 +207,7 @@ class TorchExecutor:
         counts = {"decode": len(graphs.sizes), "shared": len(graphs.shared_sizes), "mixed": len(mixed.ready)}
         _log.info("graphs captured", **counts, mib=(free - left) >> 20, in_use=(whole - left) >> 20)
         self._graphs, self._mixed_graphs = graphs, mixed
+        self.step_sizes = worth_filling(mixed.ready, self.model.parameters_of_a_token())
 
     def mixed_sizes(self) -> list[Size]:
         """Steps with chunks that get a graph."""

@@ -38,7 +38,8 @@ class GroupJoin(Struct, frozen=True, forbid_unknown_fields=True, tag="group_join
 class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="worker_hello"):
     """A rank dials in when its weights are loaded and its pool is sized. One incarnation per process life.
 
-    group: name of the GroupFormed that this process belongs to; "" where ranks compute by themselves.
+    group: name of the GroupFormed that this process belongs to; "" where ranks compute by themselves. step_sizes: ascending numbers of
+    tokens that a step with chunks computes at the least cost for each; what does not fill one of them is padded.
     """
 
     wire_version: int
@@ -54,6 +55,7 @@ class WorkerHello(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     num_blocks: int
     block_size: int
     group: str = ""
+    step_sizes: tuple[int, ...] = ()
 
 
 class StepResult(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="step_result"):

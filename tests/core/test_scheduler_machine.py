@@ -15,11 +15,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]), num_blocks=st.integers(4, 24), max_num_seqs=st.integers(1, 5), extra=st.integers(0, 11),
         in_flight=st.integers(1, 3), steps=st.sampled_from([1, 1, 3]), caching=st.booleans(),
+        sizes=st.sampled_from([(), (3, 4, 7), (5, 10)]),
     )  # fmt: skip
-    def begin(self, block_size, num_blocks, max_num_seqs, extra, in_flight, steps, caching):
+    def begin(self, block_size, num_blocks, max_num_seqs, extra, in_flight, steps, caching, sizes):
         self.cluster = Cluster(
             block_size=block_size, num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + extra,
             max_plans_in_flight=in_flight, max_steps_per_plan=steps, enable_prefix_caching=caching, ageing_us=20_000, max_recoveries=1000,
+            step_sizes=sizes,
         )  # fmt: skip
         self.counter = 0
         self.interrupted = set()

@@ -36,6 +36,20 @@ def test_a_small_pool_preempts_and_stays_exact(tmp_path: Path) -> None:
         frontend.close()
 
 
+@pytest.mark.parametrize("fills", [True, False])
+def test_sizes_that_workers_name_are_filled_unless_told_not_to(tmp_path: Path, fills: bool) -> None:
+    sizes = (8, 16, 24)
+    with engine_thread(tmp_path, max_num_seqs=4, fill_steps=fills) as engine, rig_workers(tmp_path, 1, step_sizes=sizes):
+        frontend = RigFrontend(tmp_path).wait_serving()
+        core = engine._epochs.core
+        assert core is not None and core.state.config.step_sizes == (sizes if fills else ())
+        keys = [frontend.submit([i] * (3 + 5 * i % 17), 12, seed=i) for i in range(16)]
+        frontend.wait_finished(*keys)
+        for key in keys:
+            frontend.expect(key)
+        frontend.close()
+
+
 def test_not_serving_before_a_step_has_run(tmp_path: Path) -> None:
     with engine_thread(tmp_path), rig_workers(tmp_path, 1) as (worker,):
         frontend = RigFrontend(tmp_path)

@@ -110,7 +110,7 @@ def draw(seed: int) -> Scenario:
     """The scenario of one seed."""
     random = Random(seed * 0x9E3779B1 + 7)
     on = frozenset(name for name, chance in FEATURES.items() if random.random() < chance)
-    config = _draw_config(random, on)
+    config = with_step_sizes(_draw_config(random, on), Random(seed * 0x2545F491 + 5))
     count = random.randint(3, 12)
     bases = [[random.randrange(random.choice((2, VOCABULARY))) for _ in range(40)] for _ in range(random.randint(1, 3))]
     gap = random.choice((0, STEP_US, 4 * STEP_US)) if "tight" not in on else random.choice((0, STEP_US // 2))
@@ -133,6 +133,12 @@ def draw(seed: int) -> Scenario:
         lost_slot_us=((random.randrange(2), random.randrange(end)),) if "lost_frontend" in on else (),
         transfers_us=times(4) if "transfers" in on else (), slow_steps=random.choice((0.0, 0.1)), features=on,
     )  # fmt: skip
+
+
+def with_step_sizes(config: SchedulerConfig, random: Random) -> SchedulerConfig:
+    """Sizes that steps had better fill, for half of the seeds, drawn apart from everything else."""
+    sizes = random.sample(range(2, config.max_num_batched_tokens + 1), min(random.choice((0, 0, 2, 5)), config.max_num_batched_tokens - 1))
+    return replace(config, step_sizes=tuple(sorted(sizes)))
 
 
 def with_output_rules(requests: tuple[RequestPlan, ...], random: Random) -> tuple[RequestPlan, ...]:

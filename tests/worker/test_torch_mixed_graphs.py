@@ -14,7 +14,7 @@ from worker.tiny_model import load_tiny, write_config
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
 from pagecast_worker.loading.hf_config import read_config
-from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step
+from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_for, view_step, worth_filling
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.models.registry import architecture
 from pagecast_worker.parallel import Mute, Ranks
@@ -117,3 +117,11 @@ def test_the_work_of_a_token_is_one_ranks_share_of_it(tmp_path):
         return Decoder(config, names, Ranks(0, ranks, Mute()), torch.device("meta"), torch.float32, 64).parameters_of_a_token()
 
     assert work(2) == work(1) // 2 > 0
+
+
+def test_steps_fill_only_captured_sizes_of_large_models():
+    ready = sizes_for(256, 16384, 8_000_000_000, measured=True)
+    assert worth_filling(ready, 8_000_000_000) == (256, 320, 384, 512, 640, 768, 896)
+    assert worth_filling(ready[-1:] + ready[:5], 8_000_000_000) == (256, 320), "capturing may have ended early"
+    assert worth_filling([], 8_000_000_000) == ()
+    assert worth_filling(sizes_for(256, 16384, 135_000_000), 135_000_000) == ()

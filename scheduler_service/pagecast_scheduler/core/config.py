@@ -1,6 +1,7 @@
 """What a scheduler is told once, at its start. All times are integer microseconds, all sizes tokens or blocks."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class SchedulerConfig:
     progress_interval_us: int = 1_000_000  # how often waiting requests learn their position
     estimate_percent: int = 50  # part of an estimate that must already exceed a limit before a request is refused for it
     max_tenants: int = 4096  # fairness counters kept for tenants with nothing in the system
+    step_sizes: tuple[int, ...] = ()  # tokens, ascending, that a step with prefill had better have while others wait; see fitting
 
     def __post_init__(self) -> None:
         at_least = {
@@ -40,6 +42,8 @@ class SchedulerConfig:
         for field, low in at_least.items():
             if getattr(self, field) < low:
                 raise ValueError(f"{field} is {getattr(self, field)}, must be at least {low}")
+        if any(small >= large for small, large in pairwise((0, *self.step_sizes))):
+            raise ValueError(f"step_sizes are {self.step_sizes}, must be positive and ascending")
 
     @property
     def pool_tokens(self) -> int:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from pagecast_scheduler.core import forced, policy
+from pagecast_scheduler.core.fitting import fit_budget
 from pagecast_scheduler.core.outputs import Cohort
 from pagecast_scheduler.core.plan_builder import PlanDraft
 from pagecast_scheduler.core.prefilling import admit_waiting, plan_chunks
@@ -34,6 +35,8 @@ def _draft(s: State, now: int) -> PlanDraft:
     budget = s.config.max_num_batched_tokens - len(draft.stepping)
     if s.rows.forced:
         budget = forced.plan_jumps(s, draft, budget)
+    if s.config.step_sizes and len(s.queue) > s.rows.num_free:
+        budget = fit_budget(s, draft, budget, now)
     if s.rows.prefilling:
         budget = plan_chunks(s, draft, budget, now)
     is_open = s.rows.num_free or s.rows.num_paused

@@ -1,5 +1,6 @@
 """Decisions as pure functions: they read numbers and return a choice, and change nothing."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 MOST_AUTOMATIC_STEPS = 8
@@ -59,6 +60,21 @@ def admission_fits(needed: int, num_free: int, num_reserved: int, num_active: in
 def chunk_length(remaining: int, budget: int, room: int) -> int:
     """Prefill tokens for one row in this step. room: tokens that its blocks and the free ones still hold."""
     return max(0, min(remaining, budget, room))
+
+
+def decodes_fill(num_decodes: int, max_num_seqs: int) -> bool:
+    """Whether decodes hold seven of eight rows, so that who waits does so for rows: prefill put off makes no row stand idle for long."""
+    return num_decodes >= max(1, max_num_seqs * 7 // 8)
+
+
+def fitted_length(wanted: int, begun: int, before: int, sizes: tuple[int, ...]) -> int:
+    """Prefill tokens, of `wanted` at hand, that make a step of `before` other tokens end on the largest of `sizes` that it reaches.
+
+    begun: of them, those of prompts that began in earlier steps. At least half of these goes on, or what fills half of the largest size,
+    so that a prompt is late by few steps; where no size allows that, all of `wanted` is computed."""
+    at = bisect_right(sizes, before + wanted)
+    least = before + max(1, min(begun, sizes[-1]) // 2)
+    return sizes[at - 1] - before if at and sizes[at - 1] >= least else wanted
 
 
 def automatic_steps(step_us: float) -> int:

@@ -69,6 +69,17 @@ class WaitingQueue:
         heap, entry = self._place(seq)
         heapq.heappush(heap, entry)
 
+    def tokens_ahead(self, count: int, enough: int, now: int) -> int:
+        """Tokens of the sequences that would be admitted next: of `count` of them, or of as many as have `enough`."""
+        taken: list[Sequence] = []
+        total = 0
+        while len(taken) < count and total < enough and (seq := self.take(now)) is not None:
+            taken.append(seq)
+            total += seq.num_tokens
+        for seq in taken:
+            self.put_back(seq)
+        return total
+
     def waiting(self) -> list[Sequence]:
         """Everyone in the queue, in about the order of admission. Costs a sort: for reports, not for steps."""
         entries = [(lane, 0, 0, e) for lane in _LANES for e in self._first[lane]]

@@ -26,6 +26,7 @@ class EngineConfig:
 
     num_blocks caps what the ranks offer; max_model_len caps what the model allows. step_deadline_s is the floor of a step's
     deadline: a longer predicted step gets more. rank_timeout_s is how long a rank may be silent before its absence is fatal.
+    fill_steps: heed the sizes of steps that the workers name.
     resume_grace_s: how long the requests of a front end that died go on for somebody to resume them; resume_retention_s: how long the
     output of an ended request is kept for that. head: "host:port" to listen on for ranks of other hosts; wire_keys: folder with
     scheduler.key, without which nothing listens there unless insecure_wire says so.
@@ -49,6 +50,7 @@ class EngineConfig:
     max_queued_tokens: int = 4_000_000
     max_plans_in_flight: int = 2
     max_steps_per_plan: int = 1
+    fill_steps: bool = True
     step_deadline_s: float = 30
     heartbeat_timeout_s: float = 10
     rank_timeout_s: float = 600

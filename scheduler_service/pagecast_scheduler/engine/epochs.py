@@ -95,7 +95,7 @@ class Epochs:
             max_queued_requests=self.limits.max_queued_requests, max_queued_tokens=self.limits.max_queued_tokens,
             enable_prefix_caching=self.limits.enable_prefix_caching, batch_delay_us=round(self._config.batch_delay_ms * 1000),
             max_plans_in_flight=self._config.max_plans_in_flight, max_steps_per_plan=self._config.max_steps_per_plan,
-            table_checksums=self._config.check_invariants,
+            table_checksums=self._config.check_invariants, step_sizes=reference.step_sizes if self._config.fill_steps else (),
         )  # fmt: skip
         if self._record is not None:
             self._record.control(now, "create", {"config": asdict(core_config), "epoch": self.epoch})

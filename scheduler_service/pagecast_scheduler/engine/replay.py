@@ -110,7 +110,7 @@ def _run_again(entries: Iterator[tuple[int, str, Any]], result: Replay) -> None:
         began = at if began is None else began
         if kind == "create":
             earlier += scheduler.stats().num_preemptions if scheduler is not None else 0
-            scheduler = Scheduler(SchedulerConfig(**body["config"]), epoch=body["epoch"])
+            scheduler = Scheduler(_config(body["config"]), epoch=body["epoch"])
             result.num_blocks = body["config"]["num_blocks"]
         elif scheduler is None:
             raise RecordingError(f"an entry {kind!r} comes before any scheduler")
@@ -126,6 +126,10 @@ def _run_again(entries: Iterator[tuple[int, str, Any]], result: Replay) -> None:
                 result.timeline.append(_moment(scheduler, at - began, made.step, earlier))
         else:
             _feed(scheduler, at, kind, body, result)
+
+
+def _config(values: dict[str, Any]) -> SchedulerConfig:
+    return SchedulerConfig(**values | {"step_sizes": tuple(values["step_sizes"])})
 
 
 def _moment(scheduler: Scheduler, at: int, step: int, earlier: int) -> Moment:
