@@ -148,6 +148,18 @@ def hopper_variants() -> Iterator[Variant]:
         yield f"paged_decode hopper h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
 
 
+def latent_hopper_variants() -> Iterator[Variant]:
+    from pagecast_kernels import latent_hopper
+
+    config = configs.latent_hopper("cpu")
+    for heads, size, dtype in ((16, 16, torch.bfloat16), (8, 64, torch.float16), (12, 128, torch.bfloat16), (4, 8, torch.bfloat16)):
+        q, rope = (torch.zeros((2, heads, dim), dtype=dtype) for dim in (512, 64))
+        caches = [torch.zeros((4, 1, size, dim), dtype=dtype) for dim in (64, 512)]
+        work, tiles = decode.decode_workspace(2, heads, 1, 512, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
+        args = (q, rope, *caches, _ints(2), 0.1, tiles, work, q, config)
+        yield f"latent_decode hopper h{heads} page{size}", lambda args=args: latent_hopper.launch(*args)
+
+
 def all_reduce_variants() -> Iterator[Variant]:
     """Sums over two to eight GPUs, alone and with what follows."""
     for ranks in (2, 3, 4, 8):
@@ -367,7 +379,7 @@ def main() -> int:
     args = parser.parse_args()
     compiled = compile_only(args.arch)
     bad = 0
-    hopper = hopper_variants() if args.arch == 90 else ()
+    hopper = (*hopper_variants(), *latent_hopper_variants()) if args.arch == 90 else ()
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
     for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):

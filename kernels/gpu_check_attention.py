@@ -88,13 +88,30 @@ def check_latent(
             tables, out = (case.block_table, case.rows), torch.full_like(q[0], float("nan"))
             wide = [x.double() for x in (*q, *caches)]
             if kind == "decode":
-                latent.latent_decode(*q, *caches, *tables, case.seq_lens, 0.05, out=out)
+                config = configs.latent_decode(min(count, configs.LATENT_DECODE_HEADS), device)  # not Hopper's
+                latent.latent_decode(*q, *caches, *tables, case.seq_lens, 0.05, out=out, config=config)
                 want = reference.latent_decode(*wide, *tables, case.seq_lens, 0.05)
             else:
                 last = (case.starts, case.seq_lens, 0.05)
                 latent.latent_prefill(*q, *caches, *tables, *last, max_query_len=max(query_lens), out=out)
                 want = reference.latent_prefill(*wide, *tables, *last, max_query_len=max(query_lens))
             yield f"latent {kind} h{count}", paged_case.relative_error(out, want)
+
+
+def check_latent_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
+    """Decode over latents with a warp that fetches, which latent_decode chooses for these: thrice with one workspace."""
+    many = [*lens, *range(1, 200, 7), *[218] * 40]
+    for heads, size, dtype in ((16, 16, torch.bfloat16), (16, 8, torch.float16), (12, 64, torch.bfloat16), (5, 128, torch.bfloat16)):
+        for seq_lens in ([3], lens, many, [9000]):
+            case = paged_case.make(heads, seq_lens, [1] * len(seq_lens), heads, 1, 576, size, dtype, device)
+            parts = (case.q[..., :512], case.q[..., 512:], case.k_cache[..., :64], case.v_cache[..., :512])
+            args, tables = tuple(x.contiguous() for x in parts), (case.block_table, case.rows, case.seq_lens)
+            want = reference.latent_decode(*(x.double() for x in args), *tables, 0.05)
+            work = latent.latent_workspace(len(seq_lens), heads, 512, device)
+            for call in range(3):
+                out = torch.full_like(args[0], float("nan"))
+                latent.latent_decode(*args, *tables, 0.05, workspace=work, out=out)
+                yield f"latent hopper h{heads} page{size} x{len(seq_lens)} call {call}", paged_case.relative_error(out, want)
 
 
 def check_far(device: str = "cuda", blocks: int = 140_000) -> Errors:

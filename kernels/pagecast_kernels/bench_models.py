@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagecast_kernels import bench_cases, configs, experts, latent
+from pagecast_kernels.decode_flat import StepTiles, StepWorkspace
 from pagecast_kernels.routing import Routing
 
 COUNT, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
@@ -90,13 +91,14 @@ def latent_launches(batch: int, length: int, config: configs.LatentDecode | None
     q_latent, q_rope = (torch.randn((batch, HEADS, dim), device=device).bfloat16() for dim in (RANK, ROPE))
     rows = torch.arange(batch, dtype=torch.int32, device=device)
     lens = torch.full((batch,), length, dtype=torch.int32, device=device)
-    work, out = latent.latent_workspace(batch, HEADS, RANK, device), torch.empty_like(q_latent)
+    scratch, out = latent.latent_workspace(batch, HEADS, RANK, device).scratch, torch.empty_like(q_latent)
+    steps = [StepWorkspace(scratch, StepTiles(batch)) for _ in tables]  # a list of tiles is there for all layers but the first
     scale = (128 + ROPE) ** -0.5
     return [
-        lambda table=table: latent.latent_decode(
-            q_latent, q_rope, k_cache, v_cache, table, rows, lens, scale, workspace=work, out=out, config=config
+        lambda table=table, step=step: latent.latent_decode(
+            q_latent, q_rope, k_cache, v_cache, table, rows, lens, scale, workspace=step, out=out, config=config
         )
-        for table in tables
+        for table, step in zip(tables, steps)
     ]
 
 

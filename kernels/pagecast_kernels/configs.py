@@ -312,6 +312,11 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
     return LatentDecode(rows=16, tile=32 if small else 64, warps=4, stages=2, programs=2 * processors(device))
 
 
+def latent_hopper(device: torch.device | str) -> HopperDecode:
+    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product: two tiles of 72 KiB and queries on every processor."""
+    return HopperDecode(tile=64, depth=2, programs=processors(device), registers=144)
+
+
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:
     """Launch of latent.latent_prefill over values of `itemsize` bytes. Raises UnsupportedError."""
     if _small_latents(device, itemsize):

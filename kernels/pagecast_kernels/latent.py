@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.decode import DecodeWorkspace, decode_workspace
+from pagecast_kernels.decode_flat import StepWorkspace, step_workspace
 from pagecast_kernels.online_softmax import add_tile, nothing_seen
 from pagecast_kernels.paging import blocks_of, heads_at, load_tile, zero_padding
 from pagecast_kernels.prefill import find_sequence
@@ -169,33 +169,53 @@ def _add_latent_parts(
         tl.store(target, values / total[:, None], (row < GROUP)[:, None])
 
 
-def latent_workspace(max_seqs: int, num_heads: int, rank: int, device: torch.device | str) -> DecodeWorkspace:
-    """Workspace of latent_decode for at most max_seqs sequences; see decode_workspace."""
-    return decode_workspace(max_seqs, num_heads, configs.latent_groups(num_heads, configs.LATENT_DECODE_HEADS), rank, device)
+def latent_workspace(max_seqs: int, num_heads: int, rank: int, device: torch.device | str) -> StepWorkspace:
+    """Workspace of latent_decode for at most max_seqs sequences; see decode_flat.step_workspace."""
+    return step_workspace(max_seqs, num_heads, configs.latent_groups(num_heads, configs.LATENT_DECODE_HEADS), rank, device)
+
+
+def _suits_hopper(q_latent: Tensor, q_rope: Tensor, v_cache: Tensor) -> bool:
+    """Whether latent_hopper can take a case: 16 bits, at most 16 heads, latents of 512 and rotated keys of 64, blocks that fit."""
+    heads, rank = q_latent.shape[1:]
+    fits = heads <= 16 and rank == 512 and q_rope.shape[2] == 64 and v_cache.shape[2] in (8, 16, 32, 64, 128)
+    return fits and q_latent.element_size() == 2 and v_cache.dtype == q_latent.dtype
 
 
 def latent_decode(
     q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
-    *, workspace: DecodeWorkspace | None = None, out: Tensor | None = None, config: configs.LatentDecode | None = None,
+    *, workspace: StepWorkspace | None = None, out: Tensor | None = None, config: configs.LatentDecode | None = None,
 ) -> Tensor:  # fmt: skip
-    """See plain_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences."""
+    """See plain_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences.
+
+    block_table, rows and seq_lens are the same tensors for all layers of a step, and new ones in the next.
+    """
     batch, heads, rank = q_latent.shape
     groups = configs.latent_groups(heads, configs.LATENT_DECODE_HEADS)
     group = heads // groups
     out = torch.empty_like(q_latent) if out is None else out
     if not batch:
         return out
-    config = configs.latent_decode(group, q_latent.device, k_cache.element_size()) if config is None else config
     workspace = latent_workspace(batch, heads, rank, q_latent.device) if workspace is None else workspace
     lanes, own = configs.lanes_for(batch), triton.next_power_of_2(group)
-    _latent_decode[(config.programs,)](
-        q_latent, q_rope, k_cache, v_cache, block_table, rows, seq_lens, out, workspace.parts, workspace.stats, batch,
-        block_table.stride(0), configs.score_scale(scale, 0.0)[0], groups, group, v_cache.shape[2], rank, q_rope.shape[2], lanes,
-        max(own, config.rows), config.tile, config.stages, num_warps=config.warps,
-    )  # fmt: skip
+    scratch = workspace.scratch
+    if config is None and configs.is_hopper(q_latent.device) and _suits_hopper(q_latent, q_rope, v_cache):
+        from pagecast_kernels import latent_hopper  # Gluon, which only this GPU needs
+
+        hopper = configs.latent_hopper(q_latent.device)
+        tiles = workspace.tiles.of(block_table, rows, seq_lens, v_cache.shape[2], hopper.tile)
+        latent_hopper.launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, hopper)
+        programs, tile = hopper.programs, hopper.tile
+    else:
+        config = configs.latent_decode(group, q_latent.device, k_cache.element_size()) if config is None else config
+        _latent_decode[(config.programs,)](
+            q_latent, q_rope, k_cache, v_cache, block_table, rows, seq_lens, out, scratch.parts, scratch.stats, batch,
+            block_table.stride(0), configs.score_scale(scale, 0.0)[0], groups, group, v_cache.shape[2], rank, q_rope.shape[2], lanes,
+            max(own, config.rows), config.tile, config.stages, num_warps=config.warps,
+        )  # fmt: skip
+        programs, tile = config.programs, config.tile
     chunk = min(rank, _CHUNK)
     _add_latent_parts[(batch * groups, rank // chunk)](
-        seq_lens, out, workspace.parts, workspace.stats, batch, config.programs, groups, group, rank, lanes, config.tile, own, chunk,
+        seq_lens, out, scratch.parts, scratch.stats, batch, programs, groups, group, rank, lanes, tile, own, chunk,
         max(4096 // (own * chunk), 1), num_warps=4, maxnreg=128 if own > 16 else 255,
     )  # fmt: skip
     return out

@@ -39,6 +39,31 @@ def test_decode_is_the_same_however_the_work_is_cut(programs: int) -> None:
     assert paged_case.relative_error(got, reference.latent_decode(*exact(args), lens, 0.2)) < 1e-5
 
 
+@pytest.mark.parametrize("heads", [9, 16])
+def test_a_hopper_gpu_takes_what_suits(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    """Its kernel gets a list of tiles, and leaves parts where the other one would: here that one stands in for it."""
+    latent_hopper = pytest.importorskip("pagecast_kernels.latent_hopper")
+    case = paged_case.make(heads, [100, 0, 200], [1] * 3, heads, 1, 576, 16, torch.float16)
+    q, caches = case.q.split((512, 64), 2), (case.k_cache[..., :64].contiguous(), case.v_cache[..., :512].contiguous())
+    args = (*(x.contiguous() for x in q), *caches, case.block_table, case.rows, case.seq_lens)
+    work, calls = latent.latent_workspace(3, heads, 512, "cpu"), []
+
+    def launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config) -> None:
+        calls.append(tiles)
+        assert tiles.tile == config.tile == 64 and tiles.count.item() == 6 and scratch is work.scratch
+        latent.latent_decode(*args, scale, out=out, workspace=work, config=configs.LatentDecode(16, 64, 4, 2, config.programs))
+
+    monkeypatch.setattr(latent_hopper, "launch", launch)
+    monkeypatch.setattr(configs, "is_hopper", lambda device: True)
+    want = reference.latent_decode(*exact(args), 0.1)
+    for _ in range(2):
+        got = latent.latent_decode(*args, 0.1, workspace=work, out=torch.full_like(args[0], float("nan")))
+        assert paged_case.relative_error(got, want) < 2e-3
+    assert len(calls) == 2
+    small, lens, _ = case_of(heads, LENS, [1] * len(LENS), heads)
+    assert latent.latent_decode(*small, lens, 0.2).isfinite().all() and len(calls) == 2, "latents of another size go the other way"
+
+
 @pytest.mark.parametrize("heads", [2, 16, 80])
 def test_prefill_equals_float64(heads: int) -> None:
     chunks = [(1, 1), (17, 17), (64, 5), (65, 65), (0, 0), (130, 1), (100, 40)]

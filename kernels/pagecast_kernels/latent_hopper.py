@@ -1,0 +1,225 @@
+"""latent.latent_decode for Hopper (compute capability 9.0) in Gluon, with a warp that does nothing but fetch: see decode_hopper.
+
+Products are turned round: tokens, and then elements of a latent, are the 64 rows of a warpgroup's product and heads its columns. So no
+row is padding, a tile of latents is both products' first operand as it lies in shared memory, and of a result of 512 elements for
+sixteen heads each thread holds 64. Shares of the tiles and the parts that programs leave are latent's.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from pagecast_kernels import configs
+from pagecast_kernels.decode import DecodeWorkspace
+from pagecast_kernels.decode_flat import TileList
+from pagecast_kernels.decode_hopper import _clean, _entry, _ids, _view, _zero_padding
+from pagecast_kernels.shares import share_of
+
+
+@gluon.jit
+def _produce(
+    latent_desc, rope_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, spare,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Keep DEPTH tiles in flight, CHUNKS of latents and one of rotated keys each. As decode_hopper's, with one KV head."""
+    BOX: gl.constexpr = KV // IDS
+    HALF: gl.constexpr = KV // 8
+    SLOT: gl.constexpr = ROWS // 8
+    TILES_AT: gl.constexpr = ((CHUNKS + 1) * DEPTH + 1) * SLOT
+    TILE_BYTES: gl.constexpr = KV * 64 * 2 * (CHUNKS + 1)
+    Q_BYTES: gl.constexpr = ROWS * 64 * 2 * (CHUNKS + 1)
+    place, first, own, left = _entry(tiles_ptr, begin)
+    ids = _ids(blocks_ptr, begin, IDS)
+    stage, slot, phase = begin * 0, begin * 0, begin * 0 + 1
+    for tile in range(begin, end):
+        next_tile = gl.where(tile + 1 == end, begin, tile + 1)  # what the next tile is, a tile ahead; there is always one to read
+        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        next_ids = _ids(blocks_ptr, next_tile, IDS)
+
+        fresh = (tile == first) | (tile == begin)
+        ready = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(ready, TILE_BYTES + Q_BYTES, pred=fresh)
+        mbarrier.expect(ready, TILE_BYTES, pred=fresh == 0)
+        for chunk in gl.static_range(CHUNKS):
+            into = _view(pool, (slot * (CHUNKS + 1) + chunk) * SLOT, ROWS)
+            tma.async_copy_global_to_shared(latent_desc, [place * GROUP, chunk * 64], ready, into, pred=fresh)
+        into = _view(pool, (slot * (CHUNKS + 1) + CHUNKS) * SLOT, ROWS)
+        tma.async_copy_global_to_shared(rope_desc, [place * GROUP, 0], ready, into, pred=fresh)
+        inner = (tile - first) * KV % BLOCK_SIZE
+        for page in gl.static_range(IDS):
+            row = gl.where(page * BOX < left, ids[page] * BLOCK_SIZE + inner, spare)
+            for chunk in gl.static_range(CHUNKS + 1):
+                into = _view(pool, TILES_AT + (stage * (CHUNKS + 1) + chunk) * HALF + page * (BOX // 8), BOX)
+                if chunk == CHUNKS:
+                    tma.async_copy_global_to_shared(k_desc, [row, 0], ready, into)
+                else:
+                    tma.async_copy_global_to_shared(v_desc, [row, chunk * 64], ready, into)
+
+        slot = gl.where(tile + 1 == first + own, slot + 1, slot)
+        slot = gl.where(slot == DEPTH, 0, slot)
+        phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+        stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
+        place, first, own, left, ids = next_place, next_first, next_own, next_left, next_ids
+
+
+@gluon.jit
+def _attend(
+    values, top, total, pool, stage, slot, left, scale, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
+    CHUNKS: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Add the tile that lies in a stage: (values, top, total). This thread is done with the stage.
+
+    values: CHUNKS times [64 elements, ROWS heads]; top [ROWS]; total [KV, ROWS], to be summed up at the end.
+    """
+    BOX: gl.constexpr = KV // IDS
+    HALF: gl.constexpr = KV // 8
+    SLOT: gl.constexpr = ROWS // 8
+    PAGE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WEIGHTS_AT: gl.constexpr = (CHUNKS + 1) * DEPTH * SLOT
+    tile_at = WEIGHTS_AT + SLOT + stage * ((CHUNKS + 1) * HALF)
+    query_at = slot * ((CHUNKS + 1) * SLOT)
+    if (left < KV) & (left % BOX != 0):
+        page = left // BOX
+        seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
+        for chunk in gl.static_range(CHUNKS):
+            _clean(_view(pool, tile_at + chunk * HALF + page * (BOX // 8), BOX), seen, PAGE)
+        fence_async_shared()
+        gl.thread_barrier()
+    s = gl.zeros([KV, ROWS], gl.float32, layout=LAYOUT)
+    for chunk in gl.static_range(CHUNKS + 1):
+        keys, query = _view(pool, tile_at + chunk * HALF, KV), _view(pool, query_at + chunk * SLOT, ROWS).permute((1, 0))
+        s = warpgroup_mma(keys, query, s, use_acc=chunk > 0, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[s])
+    if left < KV:
+        token = gl.arange(0, KV, layout=gl.SliceLayout(1, LAYOUT))
+        scores = gl.where((token < left)[:, None], scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 0) * scale)  # finite: a tile has a token
+    weights = gl.exp2(scores * scale - new_top[None, :])
+    decay = gl.exp2(top - new_top)
+    total = total * decay[None, :] + weights
+    shared = _view(pool, WEIGHTS_AT, ROWS)
+    shared.store(weights.to(pool.dtype).permute((1, 0)))
+    faded = ()
+    for chunk in gl.static_range(CHUNKS):
+        faded = faded + (values[chunk] * decay[None, :],)
+    fence_async_shared()
+    gl.thread_barrier()
+    added = ()
+    for chunk in gl.static_range(CHUNKS):
+        latents = _view(pool, tile_at + chunk * HALF, KV).permute((1, 0))
+        added = added + (warpgroup_mma(latents, shared.permute((1, 0)), faded[chunk], is_async=True),)
+    return warpgroup_mma_wait(0, deps=added), new_top, total
+
+
+@gluon.jit
+def _consume(
+    tiles_ptr, lens_ptr, out_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, batch, scale,
+    GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):  # fmt: skip
+    """Attention of this program's share, tile by tile as the ring fills."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    RANK: gl.constexpr = CHUNKS * 64
+    lane, head = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
+    held = (head < GROUP)[None, :]
+    place, first, own, left = _entry(tiles_ptr, begin)
+    _zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, RANK)
+    stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
+    while at < end:
+        count = gl.minimum(first + own, end) - at
+        next_tile = gl.where(at + count == end, begin, at + count)
+        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, LAYOUT))
+        total = gl.zeros([KV, ROWS], gl.float32, layout=LAYOUT)
+        values = ()
+        for _ in gl.static_range(CHUNKS):
+            values = values + (gl.zeros([64, ROWS], gl.float32, layout=LAYOUT),)
+        for n in range(count):
+            mbarrier.wait(full.index(stage), phase)
+            values, top, total = _attend(
+                values, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, ROWS, IDS, CHUNKS, LAYOUT
+            )  # fmt: skip
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(stage))
+            phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+            stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
+
+        sums = gl.sum(total, 0)
+        where = head[None, :] * RANK + lane[:, None]
+        if (first >= begin) & (first + own <= end):
+            into = out_ptr + place.to(gl.int64) * (GROUP * RANK) + where
+            for chunk in gl.static_range(CHUNKS):
+                gl.store(into + chunk * 64, (values[chunk] / sums[None, :]).to(out_ptr.dtype.element_ty), mask=held)
+        else:
+            part = (2 * gl.program_id(0) + (first >= begin).to(gl.int32)).to(gl.int64)
+            for chunk in gl.static_range(CHUNKS):
+                gl.store(parts_ptr + part * (GROUP * RANK) + where + chunk * 64, values[chunk], mask=held)
+            stat = stats_ptr + part * (2 * GROUP) + head
+            gl.store(stat, top, mask=head < GROUP)
+            gl.store(stat + GROUP, sums, mask=head < GROUP)
+        at += count
+        slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
+        place, first, own, left = next_place, next_first, next_own, next_left
+
+
+@gluon.jit(do_not_specialize=["batch"])
+def _latent_decode_hopper(
+    latent_desc, rope_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, parts_ptr, stats_ptr, batch, scale, spare,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
+    OWN: gl.constexpr, CHUNKS: gl.constexpr, PRODUCER: gl.constexpr,
+):  # fmt: skip
+    # Query rows in DEPTH slots, weights, then DEPTH tiles; all by chunks of 64 columns.
+    POOL: gl.constexpr = ((CHUNKS + 1) * DEPTH + 1) * (ROWS // 8) + (CHUNKS + 1) * DEPTH * (KV // 8)
+    pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [POOL, 8, 64], k_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    begin, end, _, _ = share_of(gl.program_id(0), gl.num_programs(0), gl.load(count_ptr))
+    if begin < end:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    tiles_ptr, lens_ptr, out_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, batch, scale,
+                    GROUP, KV, DEPTH, ROWS, IDS, OWN, CHUNKS)),
+                (_produce, (
+                    latent_desc, rope_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, spare,
+                    GROUP, BLOCK_SIZE, KV, DEPTH, ROWS, IDS, CHUNKS)),
+            ],
+            [1],
+            [PRODUCER],
+        )  # fmt: skip
+    else:
+        _zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, CHUNKS * 64)
+
+
+def launch(
+    q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList,
+    workspace: DecodeWorkspace, out: Tensor, config: configs.HopperDecode,
+) -> None:  # fmt: skip
+    """latent.latent_decode but for the parts, over a list of tiles of config.tile; see latent for what suits."""
+    (batch, heads, rank), size = q_latent.shape, v_cache.shape[2]
+    kind = gl.bfloat16 if q_latent.dtype == torch.bfloat16 else gl.float16
+    ids, rows = max(tiles.tile // size, 1), max(triton.next_power_of_2(heads), 8)
+    layout = gl.NVMMASharedLayout.get_default_for([8, 64], kind)
+    spare, box = v_cache.shape[0] * size, tiles.tile // ids
+    k_desc, v_desc = (
+        TensorDescriptor(cache, [spare, cache.shape[3]], [cache.shape[3], 1], [box, 64], layout) for cache in (k_cache, v_cache)
+    )
+    latent_desc, rope_desc = (
+        TensorDescriptor(q, [batch * heads, q.shape[2]], [q.shape[2], 1], [rows, 64], layout) for q in (q_latent, q_rope)
+    )
+    _latent_decode_hopper[(config.programs,)](
+        latent_desc, rope_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out, workspace.parts, workspace.stats,
+        batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
+        triton.next_power_of_2(heads), rank // 64, config.fetching, num_warps=4, maxnreg=config.registers,
+    )  # fmt: skip
