@@ -313,8 +313,9 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
 
 
 def latent_hopper(device: torch.device | str) -> HopperDecode:
-    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product: two tiles of 72 KiB and queries on every processor."""
-    return HopperDecode(tile=64, depth=2, programs=processors(device), registers=144)
+    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product; depth: chunks of 8 KiB, of which a tile has nine. So
+    many, and queries twice, are what shared memory holds."""
+    return HopperDecode(tile=64, depth=23, programs=processors(device), registers=144)
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:
