@@ -7,16 +7,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagecast_worker.mixed_graphs import FEWEST_PARAMETERS
 from pagecast_worker.row_book import Int, RowBook
 from pagecast_worker.sharing import SMALLEST_BATCH, PrefixSharing, SharedOnDevice
 from pagecast_worker.step_outputs import Decoded
 
 
-def buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 up to 64 and of 32 from there, the last one holding max_num_seqs; and 112,
-    whose products take 4.33 ms where those of 128 take 4.65 (H200, 8B parameters)."""
-    sizes = (1, 2, 4, *range(8, 64, 8), 64, 96, 112, *range(128, max_num_seqs, 32))
+def buckets(max_num_seqs: int, num_parameters: int) -> list[int]:
+    """Batch sizes that get a graph: 1, 2, 4, multiples of 8 up to 64 and from there, up to 256, of 8 where a row costs something, the last
+    one holding max_num_seqs. All other sizes are multiples of 32.
+
+    num_parameters: that a token meets on one GPU. Products of 8B parameters take 4.12 ms for 64 rows and 6.2 for 256 (H200), 11 us for
+    each row between them, and every graph takes about 50 ms of a start.
+    """
+    apart = 8 if num_parameters >= FEWEST_PARAMETERS else 32
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, apart), *range(256, max_num_seqs, 32))
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def sizes_of_sharing(sizes: list[int]) -> list[int]:
+    """Of them, those that get a second graph, which reads shared prefixes once."""
+    return [size for size in sizes if size >= SMALLEST_BATCH and (size % 64 == 0 or size == sizes[-1])]
 
 
 def warm_sizes(max_num_seqs: int) -> list[int]:
@@ -34,15 +45,15 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decode: Callable[[Tensor, SharedOnDevice | None], Decoded], max_num_seqs: int, padding: int, device: torch.device,
+        self, decode: Callable[[Tensor, SharedOnDevice | None], Decoded], sizes: list[int], padding: int, device: torch.device,
         sharing: PrefixSharing | None = None,
     ) -> None:  # fmt: skip
+        """sizes: see buckets."""
         self._decode = decode
         self._padding = padding
         self._sharing = sharing
-        self.sizes = buckets(max_num_seqs)
-        large = [size for size in self.sizes if size % 64 == 0 or size == self.sizes[-1]]
-        self.shared_sizes = [size for size in large if size >= SMALLEST_BATCH] if sharing is not None else []
+        self.sizes = sizes
+        self.shared_sizes = sizes_of_sharing(sizes) if sharing is not None else []
         words = max((sharing.words(size) for size in self.shared_sizes), default=0) if sharing is not None else 0
         self._shared = torch.zeros(words, dtype=torch.int32, device=device)
         self.rows = torch.full((self.sizes[-1],), padding, dtype=torch.int32, device=device)

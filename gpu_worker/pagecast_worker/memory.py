@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
-from pagecast_worker.graphs import buckets
+from pagecast_worker.graphs import sizes_of_sharing
 from pagecast_worker.inputs import sample_inputs
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.sampler import draw_again, logprob_columns, sample_rows
@@ -80,11 +80,11 @@ def graph_reserve(executor: "TorchExecutor") -> int:
     """
     if not executor.backend.use_graphs:
         return 0
-    config, sizes = executor.config, executor.mixed_sizes()
-    tokens = max(size.tokens for size in sizes)
+    decode, mixed = executor.graph_sizes()
+    tokens = max(size.tokens for size in mixed)
     length = min(tokens, executor.max_model_len)
     activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, length, 1))
-    count = 2 * len(buckets(config.max_num_seqs)) + len(sizes)
+    count = len(decode) + len(sizes_of_sharing(decode)) + len(mixed)
     return activations + SEGMENT_BYTES + count * executor.model.config.num_layers * GRAPH_LAYER_BYTES
 
 

@@ -200,14 +200,14 @@ def launch_all(request: dict[str, Any]) -> None:
     """Every launch that the start of a worker makes, on tensors without memory."""
     from pagecast_worker.backend import cuda_operators
     from pagecast_worker.batch_state import BatchState
-    from pagecast_worker.graphs import buckets, warm_sizes
+    from pagecast_worker.graphs import buckets, sizes_of_sharing, warm_sizes
     from pagecast_worker.kv_cache import KVCache
     from pagecast_worker.memory import logits_of_a_step, prefill_step
     from pagecast_worker.mixed_graphs import sizes_for, view_step
     from pagecast_worker.models.decoder import Decoder
     from pagecast_worker.models.registry import architecture
     from pagecast_worker.parallel import Mute, Ranks
-    from pagecast_worker.sharing import SMALLEST_BATCH, sharing_for
+    from pagecast_worker.sharing import sharing_for
     from pagecast_worker.token_rules import TokenRules
     from pagecast_worker.torch_executor import TorchExecutor
 
@@ -231,7 +231,7 @@ def launch_all(request: dict[str, Any]) -> None:
         prefill_step(worker, size, 1, size)
         TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device))
     if not config.batch_invariant and (sharing := sharing_for(model, dtype)) is not None:
-        for size in [size for size in buckets(config.max_num_seqs) if size % 64 == 0 and size >= SMALLEST_BATCH]:
+        for size in sizes_of_sharing(buckets(config.max_num_seqs, 0)):
             shared = sharing.view(size, torch.zeros(sharing.words(size), dtype=torch.int32, device=device))
             TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)
     for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token(), measured=True):

@@ -25,7 +25,7 @@ from pagecast_worker.compilers import Compilers
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.constraints import ConstraintBook, Follower
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, Prepared, ReportProgress
-from pagecast_worker.graphs import DecodeGraphs, warm_sizes
+from pagecast_worker.graphs import DecodeGraphs, buckets, warm_sizes
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache, block_bytes
@@ -191,28 +191,28 @@ class TorchExecutor:
         """Graphs of decode steps and of mixed ones, over one memory pool: at most one of them runs at a time."""
         config, padding = self.config, self.state.padding
         pool = torch.cuda.graph_pool_handle()
-        sizes = self.mixed_sizes()
+        decode, sizes = self.graph_sizes()
         mixed = MixedGraphs(self._padded, sizes, padding, self.device)
         sharing = None if config.batch_invariant else sharing_for(self.model, self.dtype)
-        graphs = DecodeGraphs(self._decode, config.max_num_seqs, padding, self.device, sharing)
-        total = len(graphs.sizes) + len(sizes)
+        graphs, total = DecodeGraphs(self._decode, decode, padding, self.device, sharing), len(decode) + len(sizes)
         free, whole = torch.cuda.mem_get_info(self.device)
         try:
             graphs.capture(pool, lambda done, _: progress(done, total))
         except RuntimeError as error:
             why = f"decode steps could not be captured as graphs ({str(error).splitlines()[0]})"
             raise LoadError(f"{config.model}: {why}; a lower gpu_memory_utilization leaves them more memory") from None
-        mixed.capture(pool, self.model.ranks.all_agree, lambda done, _: progress(len(graphs.sizes) + done, total))
+        mixed.capture(pool, self.model.ranks.all_agree, lambda done, _: progress(len(decode) + done, total))
         left = torch.cuda.mem_get_info(self.device)[0]
         counts = {"decode": len(graphs.sizes), "shared": len(graphs.shared_sizes), "mixed": len(mixed.ready)}
         _log.info("graphs captured", **counts, mib=(free - left) >> 20, in_use=(whole - left) >> 20)
         self._graphs, self._mixed_graphs = graphs, mixed
         self.step_sizes = worth_filling(mixed.ready, self.model.parameters_of_a_token())
 
-    def mixed_sizes(self) -> list[Size]:
-        """Steps with chunks that get a graph."""
+    def graph_sizes(self) -> tuple[list[int], list[Size]]:
+        """Decode steps and steps with chunks that get a graph."""
         config, work = self.config, self.model.parameters_of_a_token()
-        return sizes_for(config.max_num_seqs, config.max_num_batched_tokens, work, self.backend.measured_products)
+        mixed = sizes_for(config.max_num_seqs, config.max_num_batched_tokens, work, self.backend.measured_products)
+        return buckets(config.max_num_seqs, work), mixed
 
     # --- epochs and plans
 

@@ -20,7 +20,7 @@ from pagecast_kernels import products
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
 from pagecast_worker.config import WorkerConfig
-from pagecast_worker.graphs import warm_sizes
+from pagecast_worker.graphs import buckets, warm_sizes
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.memory import prefill_step
 from pagecast_worker.mixed_graphs import sizes_for
@@ -82,7 +82,8 @@ def start(worker: TorchExecutor) -> tuple[ReplayedHere, MixedHere]:
     for size in warm_sizes(ROWS):
         prefill_step(worker, size, 1, size)
         worker._decode(torch.full((size,), padding, dtype=torch.int32))
-    decode = ReplayedHere(worker._decode, ROWS, padding, torch.device("cpu"), sharing_for(worker.model, worker.dtype))
+    sizes = buckets(ROWS, 10**10)
+    decode = ReplayedHere(worker._decode, sizes, padding, torch.device("cpu"), sharing_for(worker.model, worker.dtype))
     for size in decode.sizes:
         decode._run(size, False)
     for size in decode.shared_sizes:

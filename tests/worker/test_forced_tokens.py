@@ -188,7 +188,7 @@ def test_steps_of_graphs(executor, monkeypatch):
     padding, device = executor.state.padding, torch.device("cpu")
     mixed = MixedHere(executor._padded, [Size(24, 8, 4, 8), Size(64, 8, 8, 8)], padding)
     monkeypatch.setattr(executor, "_mixed_graphs", mixed)
-    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, 8, padding, device))
+    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, [1, 2, 4, 8], padding, device))
     run = Run(executor, requests())
     same(run, drawn(executor))
     assert run.num_forced > 80 and len(set(mixed.used)) == 2

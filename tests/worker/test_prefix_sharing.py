@@ -121,7 +121,7 @@ def test_a_prefix_read_once_gives_the_same_tokens(executor, monkeypatch):
     monkeypatch.setattr(graphs, "SMALLEST_BATCH", 4)
     monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
     finder = sharing.sharing_for(executor.model, torch.float32)
-    made = Here(executor._decode, 8, executor.state.padding, torch.device("cpu"), finder)
+    made = Here(executor._decode, [1, 2, 4, 8], executor.state.padding, torch.device("cpu"), finder)
     monkeypatch.setattr(executor, "_graphs", made)
     assert outputs(executor, 4) == expected
     assert made.shared == 4

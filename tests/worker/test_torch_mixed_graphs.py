@@ -55,7 +55,7 @@ def test_padded_steps_give_the_same_tokens(executor, monkeypatch, seed):
     expected = random_outputs(executor, seed)
     mixed = MixedHere(executor._padded, SIZES, executor.state.padding)
     monkeypatch.setattr(executor, "_mixed_graphs", mixed)
-    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, 8, executor.state.padding, torch.device("cpu")))
+    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, [1, 2, 4, 8], executor.state.padding, torch.device("cpu")))
     assert random_outputs(executor, seed) == expected
     assert len(set(mixed.used)) > 1
 

@@ -14,7 +14,7 @@ from pagecast_wire.sampling import SamplingParams
 from pagecast_worker import torch_executor
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, PlanError
-from pagecast_worker.graphs import DecodeGraphs, buckets
+from pagecast_worker.graphs import DecodeGraphs, buckets, sizes_of_sharing
 from pagecast_worker.memory import GRAPH_LAYER_BYTES, SEGMENT_BYTES, graph_reserve, num_blocks_for
 from pagecast_worker.results import join_steps
 
@@ -53,18 +53,29 @@ def run(executor, jobs, num_steps=1):
     return [job.output for job in jobs]
 
 
-def test_buckets_cover_every_batch():
-    assert buckets(1) == [1]
-    assert buckets(6) == [1, 2, 4, 6]
-    assert buckets(24) == [1, 2, 4, 8, 16, 24]
-    assert buckets(256)[-3:] == [192, 224, 256]
+@pytest.mark.parametrize("num_parameters", [10**8, 10**10])
+@pytest.mark.parametrize("max_num_seqs", [1, 6, 24, 64, 200, 256, 300])
+def test_buckets_hold_every_batch(max_num_seqs, num_parameters):
+    sizes = buckets(max_num_seqs, num_parameters)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_num_seqs and min(sizes) == 1
+
+
+def test_buckets_are_as_fine_as_rows_are_dear():
+    assert buckets(24, 10**10) == [1, 2, 4, 8, 16, 24]
+    large = buckets(1024, 10**10)
+    assert large[large.index(64) :] == [*range(64, 256, 8), *range(256, 1025, 32)]
+    small = buckets(256, 10**8)
+    assert small[small.index(64) :] == [*range(64, 257, 32)]
+    assert sizes_of_sharing(buckets(200, 10**10)) == [64, 128, 192, 200]
+    assert sizes_of_sharing(buckets(24, 10**10)) == []
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=5), SamplingParams(temperature=0.7, top_p=0.8, seed=5)])
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_padded_buckets_compute_the_same(executor, monkeypatch, sampling, num_steps):
     expected = run(executor, jobs_of(5, sampling=sampling))
-    graphs = ReplayedHere(executor._decode, 8, executor.state.padding, torch.device("cpu"))
+    graphs = ReplayedHere(executor._decode, [1, 2, 4, 8], executor.state.padding, torch.device("cpu"))
     monkeypatch.setattr(executor, "_graphs", graphs)
     with torch.inference_mode():
         assert run(executor, jobs_of(5, sampling=sampling), num_steps) == expected
@@ -187,7 +198,7 @@ def test_the_pool_is_what_a_step_and_graphs_leave_of_the_share(executor, monkeyp
     steps, gpu = [], torch.device("cuda")
     with torch.inference_mode():
         reserve = graph_reserve(executor)
-    graphs = 2 * len(buckets(8)) + len(executor.mixed_sizes())
+    graphs = 4 + len(executor.graph_sizes()[1])
     assert reserve == 50 * block + SEGMENT_BYTES + graphs * 2 * GRAPH_LAYER_BYTES
     config = WorkerConfig(run_dir="/unused", model="m", gpu_memory_utilization=0.9)
     assert num_blocks_for(config, gpu, block, lambda: steps.append(1), {"of_rules": 30 * block, "for_graphs": 100 * block}) == 440
