@@ -36,7 +36,7 @@ MODELS="$(workloads ${MODELS:-single decode chat}) --max-model-len 16384"
 BESIDE="--peer vllm --gpu-memory-utilization 0.45"
 
 part_tests() { "$PYTHON" -m pytest -q -p no:cacheprovider -W ignore $(grep -lE 'needs (a|two) CUDA device' -r tests --include='*.py' | sort); }
-part_tune() { limited 600 bench kernels --results "$RESULTS" --tune llama8b; }
+part_tune() { limited 900 bench kernels --results "$RESULTS" --tune llama8b; }
 part_kernels() { limited 600 bench kernels --results "$RESULTS"; }
 part_ours8b() { offline 600 llama8b $LLAMA; }
 part_ours135m() { offline 300 smol135m $SMOL; }

@@ -51,7 +51,7 @@ class BatchState:
             packet.add(np.array([a.sampling.seed & (1 << 64) - 1 for a in changes.admissions], dtype=np.uint64).view(np.int32))
             packet.add(np.stack([stops_of(a) for a in changes.admissions]))
         if len(changes.table_index):
-            packet.add(changes.table_index)
+            packet.add(changes.table_index.view(np.int32))  # as 64 bits, which index_copy_ wants
             packet.add(changes.table_blocks)
         if forced is not None:
             packet.add(forced.rows)
@@ -63,11 +63,10 @@ class BatchState:
             rows, scalars, seeds, stops = parts[0].long(), parts[1], parts[2], parts[3]
             del parts[:4]
             self.scalars.index_copy_(1, rows, scalars)
-            low, high = seeds.view(-1, 2).long().unbind(1)
-            self.seeds.index_copy_(0, rows, low & 0xFFFFFFFF | high << 32)
+            self.seeds.index_copy_(0, rows, seeds.view(torch.int64))
             self.stops.index_copy_(0, rows, stops)
         if len(changes.table_index):
-            index, blocks = parts[0].long(), parts[1]
+            index, blocks = parts[0].view(torch.int64), parts[1]
             del parts[:2]
             self.table.view(-1).index_copy_(0, index, blocks)
         if forced is not None:

@@ -100,6 +100,20 @@ def test_company_and_preemption_do_not_change_a_random_row(executor):
     assert jobs[0].output == alone
 
 
+def test_seeds_and_block_tables_arrive_as_they_were_sent(executor):
+    seeds = [0, 1, (1 << 32) - 1, 1 << 32, 1 << 63, (1 << 64) - 1]
+    driver, jobs = driver_of(executor), jobs_of(6)
+    for job, seed in zip(jobs, seeds, strict=True):
+        job.sampling = SamplingParams(temperature=1.0, seed=seed)
+        driver.admit(job)
+        driver.chunk(job)
+    for _ in range(9):  # on the way most rows grow by a block
+        driver.plan()
+        rows = [job.row for job in jobs]
+        assert np.array_equal(executor.state.table[rows].numpy(), executor._book.table[rows])
+    assert [seed % (1 << 64) for seed in executor.state.seeds[rows].tolist()] == seeds
+
+
 def test_stop_id_ends_a_row_but_not_before_min_tokens(executor):
     plain = run(executor, jobs_of(1, 12))[0]
     stop = plain[4]
