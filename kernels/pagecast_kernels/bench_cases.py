@@ -184,8 +184,8 @@ def sampling_launches(batch: int, vocab: int, limits: dict[str, float], filtered
     ]
 
 
-def graph_us(launches: list[Launch], least_us: float = 1500.0, repeats: int = 5) -> float:
-    """Median microseconds a launch takes in a CUDA graph that goes through all of them in turn."""
+def captured(launches: list[Launch], least_us: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph that goes through all of them in turn until least_us are full, and the number of its launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which may still be making the inputs
     with torch.cuda.stream(side):
@@ -204,14 +204,39 @@ def graph_us(launches: list[Launch], least_us: float = 1500.0, repeats: int = 5)
         for _ in range(rounds):
             for launch in launches:
                 launch()
+    return graph, rounds * len(launches)
+
+
+def graph_us(launches: list[Launch], least_us: float = 1500.0, repeats: int = 5) -> float:
+    """Median microseconds a launch takes in a CUDA graph that goes through all of them in turn."""
+    graph, count = captured(launches, least_us)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     taken = []
     for _ in range(repeats + 1):
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) * 1e3 / (rounds * len(launches)))
+        taken.append(begin.elapsed_time(end) * 1e3 / count)
     return statistics.median(taken[1:])
+
+
+def in_turn(cases: dict[Any, list[Launch]], rounds: int, least_us: float) -> dict[Any, float]:
+    """Median microseconds of each case's launches, their graphs replayed one after the other without a pause, A-B-C-C-B-A: on a chip as hot
+    as work makes it, and with what it loses to the heat spread over all."""
+    graphs = {name: captured(launches, least_us) for name, launches in cases.items()}
+    marks: dict[Any, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name in reversed(graphs) if number % 2 else graphs:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs[name][0].replay()
+            end.record()
+            marks[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {
+        name: statistics.median(begin.elapsed_time(end) for begin, end in marks[name][1:]) * 1e3 / graphs[name][1] for name in cases
+    }  # the first round warms up
 
 
 def alternate(cases: dict[str, list[Launch]], rounds: int = 2) -> dict[str, float]:

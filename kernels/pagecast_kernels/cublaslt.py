@@ -75,7 +75,7 @@ class Problem:
 
     def __init__(self, lib: Library, rows: int, columns: int, depth: int, dtype: torch.dtype) -> None:
         kind = _TYPES[dtype]
-        self._lib = lib
+        self._lib, self.shape = lib, (rows, columns, depth)
         self.types = _COMPUTE_32F, _R_32F, kind, kind, kind, kind
         """As the library asks for them: of the sums, of alpha, and of A, B, C and D."""
         self.operation = lib.made("cublasLtMatmulDescCreate", _COMPUTE_32F, _R_32F)

@@ -32,6 +32,16 @@ class ProductTable:
         self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
         self._made: dict[tuple[int, int, int, torch.dtype], Product | None] = {}
 
+    def measured(self, columns: int, depth: int, dtype: torch.dtype) -> Mapping[int, Algorithm | None]:
+        """What was found for weights of this shape, by rows."""
+        return self._entries.get((str(dtype), columns, depth), ([], {}))[1]
+
+    def algorithm(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Algorithm | None:
+        """The one to take, if the library can run it; None where torch's choice stays."""
+        measured, by_rows = self._entries.get((str(dtype), columns, depth), ([], {}))
+        place = bisect.bisect_left(measured, rows)
+        return by_rows[measured[place]] if place < len(measured) and rows >= measured[0] // 2 else None
+
     def linear(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         """x[T, K] · weight[N, K]ᵀ, all contiguous; None where there is nothing better than torch's choice."""
         key = (x.shape[0], *weight.shape, x.dtype)
@@ -45,9 +55,7 @@ class ProductTable:
         return out
 
     def _make(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Product | None:
-        measured, by_rows = self._entries.get((str(dtype), columns, depth), ([], {}))
-        place = bisect.bisect_left(measured, rows)
-        algorithm = by_rows[measured[place]] if place < len(measured) and rows >= measured[0] // 2 else None
+        algorithm = self.algorithm(rows, columns, depth, dtype)
         if algorithm is None:
             return None
         problem = Problem(self._lib, rows, columns, depth, dtype)

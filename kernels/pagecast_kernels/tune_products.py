@@ -1,23 +1,23 @@
 """`pagecast bench kernels --tune`: which algorithm of cuBLASLt is best for each product of a model, measured and kept as a table."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagecast_kernels import bench_cases, cublaslt, cublaslt_search, product_table, products, reference
+from pagecast_kernels import bench_cases, configs, cublaslt, cublaslt_search, product_search, product_table, products, reference
+from pagecast_kernels.cublaslt import Algorithm
 
 DECODE_ROWS = (2, 4, *range(8, 257, 8))
 """The batch sizes that serving has graphs for, most of them."""
 MIXED_ROWS = (*range(320, 1024, 64), *range(1024, 2048, 256), *range(2048, 4096, 512), 4096, 8192, 16384)
 """The padded sizes of steps with chunks, and what larger steps are rounded to."""
-FINEST_ROWS = 1024
-"""Up to here it is worth looking at everything that the library can be set to: the larger a product, the less its tiles matter."""
-LONGER_TIMED = 64
+LONGER_TIMED, FINALISTS, CARRIED = 20, 6, 6
 GAIN = 0.99
-"""An algorithm is kept where it needs less than this share of the time of torch's own choice."""
+"""An algorithm is taken where it needs less than this share of the time of what was in its place: the table's, or torch's own choice."""
 
 
 class Case:
@@ -31,20 +31,25 @@ class Case:
     def own(self, product: cublaslt.Product) -> list[bench_cases.Launch]:
         return [partial(product, self.x, weight, self.out) for weight in self.weights]
 
-    def torch(self, name: str) -> list[bench_cases.Launch]:
-        """Through one of torch's two libraries, "cublas" or "cublaslt"."""
+    def torch(self) -> list[bench_cases.Launch]:
+        """As serving does it where the table names no algorithm."""
 
         def launch(weight: Tensor) -> Tensor:
-            products.prefer(name)
+            products.prefer(configs.blas_library(self.x.shape[0]))
             return reference.linear(self.x, weight)
 
         return [partial(launch, weight) for weight in self.weights]
 
+    @cached_property
+    def _want(self) -> Tensor:
+        return self.x.float() @ self.weights[0].float().t()
+
     def is_right(self, product: cublaslt.Product) -> bool:
-        """Whether it gives what float32 sums give, but for rounding."""
+        """Whether it gives what float32 gives, everywhere, but for rounding."""
+        self.out.fill_(torch.nan)
         product(self.x, self.weights[0], self.out)
-        want = reference.linear(self.x, self.weights[0]).float()
-        return bool(torch.linalg.norm(self.out.float() - want) <= 1e-2 * torch.linalg.norm(want))
+        off, size = (self.out.float() - self._want).abs_(), self._want.square().mean().sqrt()
+        return bool((off.square().mean().sqrt() <= 4e-3 * size) & (off.max() <= 4e-2 * size))
 
 
 def copies(columns: int, depth: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -53,50 +58,101 @@ def copies(columns: int, depth: int, dtype: torch.dtype, device: str) -> list[Te
     return [torch.empty((columns, depth), dtype=dtype, device=device).normal_() for _ in range(count)]
 
 
-def fastest(case: Case, runnable: dict[cublaslt.Algorithm, cublaslt.Product], most: int) -> list[cublaslt.Algorithm]:
-    """The first `most` of them by a few launches each, best first; without those that the library refuses to launch after all."""
+class Found(NamedTuple):
+    """The outcome for a shape and number of rows; microseconds."""
+
+    algorithm: Algorithm | None
+    """None where torch's own choice is as good."""
+    us: float
+    today_us: float
+    """Of what the table says so far, or torch's choice where it says nothing."""
+    torch_us: float
+    timed: int
+    wrong: int
+    finalists: dict[Algorithm, float]
+
+
+class Tuner:
+    """Finds the algorithms of one shape, number of rows by number of rows; what is best for others is tried first."""
+
+    def __init__(
+        self, lib: cublaslt.Library, weights: list[Tensor], table: product_table.ProductTable | None = None, exhaustive: bool = False
+    ) -> None:  # fmt: skip
+        """table: what is taken so far. exhaustive: time all that the library can be set to."""
+        self._lib, self._weights, self._table, self._exhaustive = lib, weights, table, exhaustive
+        self._shape = (*weights[0].shape, weights[0].dtype)
+        self._best = dict(table.measured(*self._shape)) if table is not None else {}
+        self._processors = configs.processors(weights[0].device)
+
+    def find(self, rows: int) -> Found:
+        case, problem = Case(rows, self._weights), cublaslt.Problem(self._lib, rows, *self._shape)
+        timed: dict[Algorithm, float] = {}
+
+        def stopwatch(algorithms: Iterable[Algorithm]) -> dict[Algorithm, float]:
+            taken = quick_us(case, problem, self._lib, algorithms)
+            timed.update(taken)
+            return taken
+
+        today = self._table.algorithm(rows, *self._shape) if self._table is not None else None
+        carried = list(dict.fromkeys([*([] if today is None else [today]), *nearest(self._best, rows)]))
+        if self._exhaustive and rows <= product_search.MOST_FEW_ROWS:
+            proposed = problem.candidates(product_search.FEW_ROWS.proposals)
+            every = itertools.chain(carried, proposed, cublaslt_search.neighbours(self._lib, problem, proposed))
+            ranked = sorted(taken := stopwatch(dict.fromkeys(every)), key=taken.__getitem__)
+        else:
+            ranked = product_search.shortlist(self._lib, problem, carried, stopwatch, self._processors)
+        found = self._contest(case, problem, ranked, today)._replace(timed=len(timed))
+        self._best[rows] = found.algorithm
+        return found
+
+    def _contest(self, case: Case, problem: cublaslt.Problem, ranked: list[Algorithm], today: Algorithm | None) -> Found:
+        """The best of the ranked, beside today's and torch's choice."""
+        longer = dict.fromkeys([*([today] if today in ranked else []), *ranked[:LONGER_TIMED]])
+        made = {each: cublaslt.Product(self._lib, problem, algo) for each in longer if (algo := problem.algo(each)) is not None}
+        right = {each: case.own(product) for each, product in made.items() if case.is_right(product)}
+        shorter = bench_cases.in_turn(right, rounds=2, least_us=250.0)
+        best = [each for each in sorted(right, key=shorter.__getitem__) if each != today][:FINALISTS]
+        entered: dict[Algorithm | None, list[bench_cases.Launch]] = {None: case.torch()}
+        us = bench_cases.in_turn(entered | {each: right[each] for each in (today, *best) if each in right}, rounds=8, least_us=1000.0)
+        winner, held = choice(us, today)
+        finalists = {each: time for each, time in us.items() if each is not None}
+        return Found(winner, us[winner], us[held], us[None], 0, len(made) - len(right), finalists)
+
+
+def choice(us: Mapping[Algorithm | None, float], today: Algorithm | None) -> tuple[Algorithm | None, Algorithm | None]:
+    """(what to take, what was taken so far) of measured times, None being torch's choice, which also stands in for what does not run."""
+    held = today if today in us else None
+    fastest = min(us, key=us.__getitem__)
+    return (fastest if us[fastest] <= GAIN * us[held] else held), held
+
+
+def nearest(known: Mapping[int, Algorithm | None], rows: int) -> list[Algorithm]:
+    """What is known to be best for rows and for the numbers closest to it."""
+    by_distance = sorted((n for n in known if known[n] is not None), key=lambda n: max(n, rows) / min(n, rows))
+    return list(dict.fromkeys(known[n] for n in by_distance[:CARRIED]))
+
+
+def quick_us(case: Case, problem: cublaslt.Problem, lib: cublaslt.Library, algorithms: Iterable[Algorithm]) -> dict[Algorithm, float]:
+    """Microseconds by a few launches each; without what the library refuses to check or launch."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken: dict[cublaslt.Algorithm, float] = {}
-    for algorithm, product in runnable.items():
-        launches = case.own(product)
+    taken: dict[Algorithm, float] = {}
+    count = 4 if case.x.shape[0] <= product_search.MOST_FEW_ROWS else 2
+    for algorithm in algorithms:
+        if (algo := problem.algo(algorithm)) is None:
+            continue
+        launches = case.own(cublaslt.Product(lib, problem, algo))
         try:
-            launches[0]()  # the first loads the kernel; the next keeps the device busy while the timed ones are queued
-            launches[-1]()
+            launches[-1]()  # which loads the kernel
+            torch.cuda._sleep(100_000)  # some 55 us, in which the timed ones are queued
             begin.record()
-            for launch in (launches * 4)[:4]:
+            for launch in itertools.islice(itertools.cycle(launches), count):
                 launch()
         except cublaslt.BlasError:
             continue
         end.record()
         end.synchronize()
-        taken[algorithm] = begin.elapsed_time(end)
-    return sorted(taken, key=taken.__getitem__)[:most]
-
-
-def best(
-    case: Case, problem: cublaslt.Problem, lib: cublaslt.Library, candidates: Iterable[cublaslt.Algorithm]
-) -> tuple[cublaslt.Algorithm | None, float, float]:
-    """(algorithm, its microseconds, those of the better of torch's libraries); None with torch's own where nothing gains on it."""
-    runnable = {each: cublaslt.Product(lib, problem, algo) for each in candidates if (algo := problem.algo(each)) is not None}
-    if len(runnable) > LONGER_TIMED:
-        runnable = {each: runnable[each] for each in fastest(case, runnable, LONGER_TIMED)}
-    runnable = {each: product for each, product in runnable.items() if case.is_right(product)}
-    quick = {each: bench_cases.graph_us(case.own(product), least_us=300.0, repeats=2) for each, product in runnable.items()}
-    rivals: dict[Any, list[bench_cases.Launch]] = {name: case.torch(name) for name in ("cublas", "cublaslt")}
-    finalists: dict[Any, list[bench_cases.Launch]] = {each: case.own(runnable[each]) for each in sorted(quick, key=quick.__getitem__)[:4]}
-    timed = bench_cases.alternate({**rivals, **finalists}, rounds=3)
-    library_us = min(timed[name] for name in rivals)
-    winner = min(finalists, key=timed.__getitem__, default=None)
-    if winner is None or timed[winner] > GAIN * library_us:
-        return None, library_us, library_us
-    return winner, timed[winner], library_us
-
-
-def candidates_of(lib: cublaslt.Library, problem: cublaslt.Problem, rows: int, exhaustive: bool) -> list[cublaslt.Algorithm]:
-    """What to time for a problem, the library's proposals first."""
-    proposed = problem.candidates(64 if rows <= FINEST_ROWS else 24)
-    others = cublaslt_search.neighbours(lib, problem, proposed) if exhaustive and rows <= FINEST_ROWS else ()
-    return list(dict.fromkeys([*proposed, *others]))
+        taken[algorithm] = begin.elapsed_time(end) * 1e3 / count
+    return taken
 
 
 def tune(
@@ -105,26 +161,25 @@ def tune(
 ) -> tuple[int, dict[str, dict[str, list[str] | None]], dict[str, float]]:
     """(library version, products for product_table.write, metrics) of bf16 products with weights of [columns, depth] by these rows.
 
-    only_decode: shapes that are never asked for more rows than a decode step has. exhaustive: up to FINEST_ROWS look at all that the
-    library's algorithms can be set to, and not only at what it proposes. Raises OSError, cublaslt.BlasError.
+    only_decode: shapes that are never asked for more rows than a decode step has. exhaustive: of up to 1,024 rows time all that the
+    library's algorithms can be set to, and not only what promises most. Raises OSError, cublaslt.BlasError.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     lib = cublaslt.Library(device)
+    table = product_table.load(device, lib)
     few, found, metrics = set(only_decode), {}, {}
     for columns, depth in shapes:
-        weights = copies(columns, depth, torch.bfloat16, str(device))
+        tuner = Tuner(lib, copies(columns, depth, torch.bfloat16, str(device)), table, exhaustive)
         by_rows: dict[str, list[str] | None] = {}
         for count in rows:
             if (columns, depth) in few and count > DECODE_ROWS[-1]:
                 continue
-            problem = cublaslt.Problem(lib, count, columns, depth, torch.bfloat16)
-            candidates = candidates_of(lib, problem, count, exhaustive)
-            algorithm, own_us, library_us = best(Case(count, weights), problem, lib, candidates)
-            by_rows[str(count)] = None if algorithm is None else [f"{word:x}" for word in algorithm]
-            metrics[f"kernels.tune.{columns}x{depth}.M{count}.ratio"] = library_us / own_us
-            report(f"{columns} x {depth}, {count} rows: {own_us:.1f} us, torch {library_us:.1f} us")
+            best = tuner.find(count)
+            by_rows[str(count)] = None if best.algorithm is None else [f"{word:x}" for word in best.algorithm]
+            metrics[f"kernels.tune.{columns}x{depth}.M{count}.ratio"] = best.torch_us / best.us
+            report(f"{columns} x {depth}, {count} rows: {best.us:.1f} us, before {best.today_us:.1f} us, torch {best.torch_us:.1f} us")
         found[f"bfloat16 {columns} {depth}"] = by_rows
-        del weights
+        del tuner
     return lib.version, found, metrics
 
 

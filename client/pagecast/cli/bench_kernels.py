@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune-rows", type=numbers, metavar="N,N", help="rows to tune for (default: those of serving's graphs, and more)")
     parser.add_argument(
         "--exhaustive", action="store_true",
-        help="with --tune: up to 1,024 rows time everything that the library's algorithms can be set to, not only what it proposes",
+        help="with --tune: up to 1,024 rows time everything that the library's algorithms can be set to, not only what promises most",
     )  # fmt: skip
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
 

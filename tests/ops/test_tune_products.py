@@ -1,0 +1,77 @@
+"""Tuning a product: what is wrong anywhere never wins, today's choice stays unless something gains on it. Times are given, not taken."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagecast_kernels import bench_cases, cublaslt, product_search, product_table, tune_products
+from tests.ops.test_product_table import BROKEN, DEVICE, FAST, SLOW, Blas
+
+LEAVES_A_ROW, ROUNDS_TOO_MUCH, ONE_OFF = (tuple([number] * 8) for number in (20, 21, 22))
+TORCH_US = 10.0
+
+
+class Careless(Blas):
+    """Some of its algorithms are wrong."""
+
+    def _made_cublasLtMatmul(self, *arguments: Any) -> int:
+        number, out = arguments[12]._obj.data[0], self._matrix(arguments[10], arguments[11])
+        kept = out.clone()
+        super()._made_cublasLtMatmul(*arguments)
+        if number == LEAVES_A_ROW[0]:
+            out[:, -1] = kept[:, -1]
+        elif number == ROUNDS_TOO_MUCH[0]:
+            out.copy_((out.float() * 1.01).bfloat16())
+        elif number == ONE_OFF[0]:
+            out[3, 5] += 1.0
+        return 0
+
+
+@pytest.fixture
+def blas(monkeypatch: pytest.MonkeyPatch) -> Careless:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+    return Careless()
+
+
+def tuner(blas: Blas, monkeypatch: pytest.MonkeyPatch, us: dict[Any, float], **table: Any) -> tuple[tune_products.Tuner, list[list[Any]]]:
+    """Over 24 columns of 64, for which the search comes back with what `us` has times for; and what each search was given to begin with."""
+    lib = cublaslt.Library(DEVICE, blas)
+    carried: list[list[Any]] = []
+
+    def shortlist(lib: Any, problem: Any, known: Any, *rest: Any) -> list[Any]:
+        carried.append(list(known))
+        return sorted(us, key=us.__getitem__)
+
+    monkeypatch.setattr(product_search, "shortlist", shortlist)
+
+    def in_turn(cases: dict[Any, Any], rounds: int, least_us: float) -> dict[Any, float]:
+        return {name: us.get(name, TORCH_US) for name in cases}
+
+    monkeypatch.setattr(bench_cases, "in_turn", in_turn)
+    entries = {("torch.bfloat16", 24, 64): {int(rows.removeprefix("m")): algorithm for rows, algorithm in table.items()}}
+    found = tune_products.Tuner(lib, [torch.randn(24, 64).bfloat16()], product_table.ProductTable(lib, entries))
+    return found, carried
+
+
+def test_what_is_wrong_never_wins(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {LEAVES_A_ROW: 1.0, ROUNDS_TOO_MUCH: 2.0, ONE_OFF: 3.0, BROKEN: 4.0, FAST: 6.0, SLOW: 8.0}
+    found = tuner(blas, monkeypatch, us)[0].find(40)
+    assert (found.algorithm, found.us, found.today_us, found.torch_us, found.wrong) == (FAST, 6.0, TORCH_US, TORCH_US, 3)
+    assert set(found.finalists) == {FAST, SLOW}
+
+
+def test_nothing_right_leaves_the_product_to_torch(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tuner(blas, monkeypatch, {LEAVES_A_ROW: 1.0, BROKEN: 2.0})[0].find(40)
+    assert found.algorithm is None and found.us == found.today_us == TORCH_US
+
+
+def test_what_rows_between_take_today_is_what_a_winner_has_to_gain_on(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
+    us = {FAST: 5.96, SLOW: 6.0}
+    search, carried = tuner(blas, monkeypatch, us, m48=SLOW, m64=None)
+    found = search.find(40)
+    assert found.algorithm == SLOW and found.us == found.today_us == 6.0
+    us[FAST] = 5.9
+    assert search.find(56)[:3] == (FAST, 5.9, TORCH_US), "of 64 rows torch's choice was the best"
+    assert search.find(44).algorithm == FAST
+    assert carried == [[SLOW], [SLOW], [SLOW, FAST]]
