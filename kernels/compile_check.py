@@ -138,14 +138,16 @@ def hopper_variants() -> Iterator[Variant]:
         args = (q, cache, cache, _ints(2, 64), _ints(2), _ints(3), _ints(2), 0.1, 64, q, configs.HOPPER_PREFILL)
         yield f"paged_prefill hopper g{8 // kv_heads} page{size}", lambda args=args: prefill_hopper.launch(*args)
     for heads, kv_heads, dim, size, dtype in (
-        (8, 2, 128, 16, torch.bfloat16), (8, 8, 128, 8, torch.float16), (6, 2, 128, 64, torch.bfloat16), (16, 1, 128, 128, torch.bfloat16),
-        (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
+        (8, 2, 128, 16, torch.bfloat16), (32, 8, 128, 32, torch.float16), (8, 8, 128, 8, torch.float16), (6, 2, 128, 64, torch.bfloat16),
+        (16, 1, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         q, cache = torch.zeros((2, heads, dim), dtype=dtype), torch.zeros((4, kv_heads, size, dim), dtype=dtype)
-        config = configs.decode_hopper(kv_heads, dim, "cpu")
-        work, tiles = decode.decode_workspace(2, heads, kv_heads, dim, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
-        args = (q, cache, cache, _ints(2), 0.1, tiles, work, q, config)
-        yield f"paged_decode hopper h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
+        for kind, count in (("few", 2), ("many", configs.MANY_PAIRS)):
+            if (config := configs.decode_hopper(count, kv_heads, heads // kv_heads, dim, size, "cpu")) is None:
+                continue
+            work, tiles = decode.decode_workspace(2, heads, kv_heads, dim, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
+            args = (q, cache, cache, _ints(2), 0.1, tiles, work, q, config)
+            yield f"paged_decode hopper {kind} h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
 
 
 def latent_hopper_variants() -> Iterator[Variant]:

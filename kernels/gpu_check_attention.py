@@ -3,6 +3,7 @@
 Outputs are poisoned with NaN before each check.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -37,10 +38,12 @@ def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
     for heads, kv_heads, dim, size, dtype in (
         (32, 8, 128, 16, torch.bfloat16), (32, 8, 128, 16, torch.float16), (16, 1, 128, 16, torch.bfloat16), (8, 8, 128, 8, torch.bfloat16),
         (12, 4, 128, 64, torch.bfloat16), (10, 2, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16),
-        (16, 1, 64, 128, torch.float16),
+        (16, 1, 64, 128, torch.float16), (12, 3, 128, 32, torch.bfloat16),
     ):  # fmt: skip
-        for seq_lens in ([3], lens, many, [9000]):
-            count, config = len(seq_lens), configs.decode_hopper(kv_heads, dim, device)
+        made_for = (configs.decode_hopper(n, kv_heads, heads // kv_heads, dim, size, device) for n in (1, configs.MANY_PAIRS))
+        for config, seq_lens in itertools.product(filter(None, made_for), ([3], lens, many, [9000], [0, 0])):
+            count = len(seq_lens)
+            name = f"decode_hopper {'many' if config.by_head else 'few'} {heads}/{kv_heads} d{dim} page{size} x{count}"
             case = paged_case.make(heads, seq_lens, [1] * count, heads, kv_heads, dim, size, dtype, device)
             exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens)
             want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, 0.09)
@@ -49,8 +52,8 @@ def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
             for call in range(3):
                 out = torch.full_like(case.q, float("nan"))
                 decode_hopper.launch(case.q, case.k_cache, case.v_cache, case.seq_lens, 0.09, tiles, work.scratch, out, config)
-                yield f"decode_hopper {heads}/{kv_heads} d{dim} page{size} x{count} call {call}", paged_case.relative_error(out, want)
-            yield f"decode_hopper {heads}/{kv_heads} d{dim} page{size} x{count} counters", float(work.scratch.counters.any())
+                yield f"{name} call {call}", paged_case.relative_error(out, want)
+            yield f"{name} counters", float(work.scratch.counters.any())
 
 
 def check_shared(device: str = "cuda", prefix: int = 128) -> Errors:

@@ -69,7 +69,8 @@ class HopperPrefill:
 class HopperDecode:
     """The warp-specialised decode of Hopper. tile: KV tokens a step; depth: tiles in flight of a program; programs: how many share the
     work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest; early:
-    started before the launch before it has ended, for which it then waits."""
+    started before the launch before it has ended, for which it then waits; by_head: whether a share is of one KV head, of which all have
+    equally many programs."""
 
     tile: int
     depth: int
@@ -77,6 +78,7 @@ class HopperDecode:
     registers: int
     fetching: int = 40
     early: bool = False
+    by_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ def check_e4m3(device: torch.device | str) -> None:
 
 FEW_PAIRS = 64
 """Pairs of a sequence and a KV head up to which a decode is one of few sequences: what it takes to begin and to end is then most of it."""
+MANY_PAIRS = 512
+"""Pairs from which on a decode is one of many sequences."""
 
 
 def max_decode_programs(device: torch.device | str) -> int:
@@ -199,11 +203,21 @@ def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.devi
     return Decode(tile=64, warps=warps, stages=2, programs=4 * processors(device))
 
 
-def decode_hopper(num_kv_heads: int, head_dim: int, device: torch.device | str) -> HopperDecode:
-    """Launch of decode_hopper for at most FEW_PAIRS: 192 KiB of tiles in flight on every processor, of one program or of two.
+def decode_hopper(
+    batch: int, num_kv_heads: int, group: int, head_dim: int, block_size: int, device: torch.device | str
+) -> HopperDecode | None:  # fmt: skip
+    """Launch of decode_hopper where it is the faster one, None where decode_flat is: 192 KiB of tiles in flight on every processor.
 
-    Measured with 8 KV heads of size 128 in groups of 4 and with 3 of size 64 in groups of 3, on an H200, 30 November 2026.
+    Few sequences measured with 8 KV heads of size 128 in groups of 4 and with 3 of size 64 in groups of 3; many, 64 and 256, with the
+    former in blocks of 16 (those of 32 are alike, others spill): ragged lengths gain 3 to 5 %, equal ones lose 1 to 3. H200, 30 November
+    2026.
     """
+    pairs = batch * num_kv_heads
+    if pairs > FEW_PAIRS:
+        if pairs < MANY_PAIRS or (group, head_dim) != (4, 128) or block_size not in (16, 32):
+            return None
+        programs = max(3 * processors(device) // num_kv_heads, 1) * num_kv_heads
+        return HopperDecode(tile=64, depth=2, programs=programs, registers=80, fetching=32, early=True, by_head=True)
     if head_dim <= 64:
         return HopperDecode(tile=128, depth=3, programs=2 * processors(device), registers=128)
     programs = _even(processors(device)) if _is_power_of_2(num_kv_heads) else processors(device)

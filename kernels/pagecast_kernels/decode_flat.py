@@ -308,11 +308,10 @@ def paged_decode(
     if not q.shape[0]:
         return out
     (batch, _, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
-    if configs.is_hopper(q.device) and batch * num_kv_heads <= configs.FEW_PAIRS:
+    if configs.is_hopper(q.device):
         from pagecast_kernels import decode_hopper  # Gluon, which only this GPU needs
 
-        if decode_hopper.suits(q, k_cache, softcap):
-            hopper = configs.decode_hopper(num_kv_heads, dim, q.device)
+        if (hopper := decode_hopper.launch_for(q, k_cache, softcap)) is not None:
             tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
             return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
     config = configs.decode_flat(batch, num_kv_heads, dim, q.device, q.element_size())

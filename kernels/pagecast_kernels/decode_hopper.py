@@ -4,7 +4,7 @@ Programs take shares of the same list of tiles. A producer warp asks the tensor 
 columns (the widest swizzled box), and for the query rows of every (sequence, KV head) that begins; it fills a ring of stages whatever
 they belong to, so that memory is read on while results are finished, stored and combined. A warpgroup computes: q · kᵀ with as many
 rows as a warpgroup's product has, of which the first GROUP are heads and the others whatever lies behind them in shared memory. Rows
-do not meet, and nobody reads what becomes of those. Few sequences gain by it (configs.FEW_PAIRS); many equal ones lose 1 to 4 %.
+do not meet, and nobody reads what becomes of those. Few sequences gain by it, and many whose lengths differ: configs.decode_hopper.
 """
 
 import torch
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.shares import owner, share_of
+from pagecast_kernels.shares import head_owner, head_share_of
 
 
 @gluon.jit
@@ -217,16 +217,16 @@ def _leave(
 
 @gluon.jit
 def _consume(
-    tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, tiles, share, extra, batch, scale,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr, IDS: gl.constexpr,
-    OWN: gl.constexpr, DIM: gl.constexpr,
+    tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, program, begin, end, tiles, share, extra, batch,
+    scale, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, Q_ROWS: gl.constexpr,
+    IDS: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Attention of this program's share, tile by tile as the ring fills."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KV, 16])
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     row, lane = gl.arange(0, 64, layout=gl.SliceLayout(1, V_LAYOUT)), gl.arange(0, 64, layout=gl.SliceLayout(0, V_LAYOUT))
     kind: gl.constexpr = out_ptr.dtype.element_ty
-    program = gl.program_id(0)
+    programs = gl.num_programs(0)
     kv_head, tile = begin // tiles, begin % tiles
     place, first, own, left = _entry(tiles_ptr, tile)
     _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
@@ -262,8 +262,8 @@ def _consume(
             part = 2 * program + (head_begin >= begin).to(gl.int32)
             _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP, DIM, S_LAYOUT, V_LAYOUT)
             gl.thread_barrier()
-            first_program = owner(head_begin, share, extra)
-            last_program = owner(head_begin + own - 1, share, extra)
+            first_program = head_owner(kv_head, first, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
+            last_program = head_owner(kv_head, first + own - 1, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
             counter = counters_ptr + place * NUM_KV_HEADS + kv_head
             if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
                 _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM)
@@ -278,7 +278,7 @@ def _consume(
 def _decode_hopper(
     q_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, batch, scale, spare,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr,
-    Q_ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr, PRODUCER: gl.constexpr,
+    Q_ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr, PRODUCER: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
     # Query rows in DEPTH slots, by halves; then DEPTH times K by halves and V by halves.
     CHUNKS: gl.constexpr = DIM // 64 * DEPTH * (Q_ROWS // 8 + 2 * (KV // 8))
@@ -292,13 +292,13 @@ def _decode_hopper(
     gl.thread_barrier()
     gdc_wait()  # Up to here beside the end of the launch before, where the device can.
     tiles = gl.load(count_ptr)  # of one KV head
-    begin, end, share, extra = share_of(gl.program_id(0), gl.num_programs(0), tiles * NUM_KV_HEADS)
+    program, begin, end, share, extra = head_share_of(gl.program_id(0), gl.num_programs(0), tiles, NUM_KV_HEADS, BY_HEAD)
     if begin < end:
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, tiles, share, extra,
-                    batch, scale, NUM_KV_HEADS, GROUP, KV, DEPTH, Q_ROWS, IDS, OWN, DIM)),
+                    tiles_ptr, lens_ptr, out_ptr, counters_ptr, parts_ptr, stats_ptr, pool, full, empty, program, begin, end, tiles, share,
+                    extra, batch, scale, NUM_KV_HEADS, GROUP, KV, DEPTH, Q_ROWS, IDS, OWN, DIM, BY_HEAD)),
                 (_produce, (
                     q_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, tiles, spare,
                     NUM_KV_HEADS, GROUP, BLOCK_SIZE, KV, DEPTH, Q_ROWS, IDS, DIM)),
@@ -320,6 +320,12 @@ def suits(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> bool:
     return fits and size in (8, 16, 32, 64, 128) and size * dim >= 1024 and not softcap
 
 
+def launch_for(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> configs.HopperDecode | None:
+    """How a case of decode_flat's is launched here; None where this kernel cannot take it or is the slower one."""
+    (batch, heads, dim), (kv_heads, size) = q.shape, k_cache.shape[1:3]
+    return configs.decode_hopper(batch, kv_heads, heads // kv_heads, dim, size, q.device) if suits(q, k_cache, softcap) else None
+
+
 def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList, workspace: DecodeWorkspace, out: Tensor,
     config: configs.HopperDecode,
@@ -337,6 +343,6 @@ def launch(
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
         workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
         num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), dim, config.fetching,
-        num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
+        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
     )  # fmt: skip
     return out

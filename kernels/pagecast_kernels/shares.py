@@ -27,6 +27,32 @@ def owner(tile, share, extra):
 
 
 @triton.jit
+def head_share_of(program, programs, tiles, NUM_KV_HEADS: tl.constexpr, BY_HEAD: tl.constexpr):
+    """(place in the order of shares, begin, end, share, extra) of a launched program, for so many `tiles` of each KV head.
+
+    BY_HEAD: of one head each, all cut alike, share and extra being one head's; `programs` is a multiple of heads. Those that start
+    together take the same part of every head, so that all of a block is read at about the same time.
+    """
+    if BY_HEAD:
+        each = programs // NUM_KV_HEADS
+        head, part = program % NUM_KV_HEADS, program // NUM_KV_HEADS
+        begin, end, share, extra = share_of(part, each, tiles)
+        return head * each + part, head * tiles + begin, head * tiles + end, share, extra
+    else:
+        begin, end, share, extra = share_of(program, programs, tiles * NUM_KV_HEADS)
+        return program, begin, end, share, extra
+
+
+@triton.jit
+def head_owner(kv_head, tile, tiles, programs, share, extra, NUM_KV_HEADS: tl.constexpr, BY_HEAD: tl.constexpr):
+    """The place of the program that a tile of a KV head falls to."""
+    if BY_HEAD:
+        return kv_head * (programs // NUM_KV_HEADS) + owner(tile, share, extra)
+    else:
+        return owner(kv_head * tiles + tile, share, extra)
+
+
+@triton.jit
 def sequence_of(tile, tiles):
     """(the sequence that a tile belongs to, that sequence's first tile), of sequences with so many `tiles` each."""
     ends = tl.cumsum(tiles, 0)

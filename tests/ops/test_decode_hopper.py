@@ -89,9 +89,29 @@ def test_steps_of_one_workspace_may_differ_in_their_tile(taken: Taken) -> None:
 @pytest.mark.parametrize(("processors", "even"), [(132, 128), (114, 114), (78, 78)])
 def test_equal_sequences_fall_in_equal_parts(monkeypatch: pytest.MonkeyPatch, processors: int, even: int) -> None:
     monkeypatch.setattr(configs, "processors", lambda device: processors)
-    assert configs.decode_hopper(8, 128, "cpu").programs == even
-    assert configs.decode_hopper(5, 128, "cpu").programs == processors
-    assert configs.decode_hopper(3, 64, "cpu").programs == 2 * processors
+    few = [configs.decode_hopper(1, kv_heads, 4, dim, 16, "cpu") for kv_heads, dim in ((8, 128), (5, 128), (3, 64))]
+    assert [config and config.programs for config in few] == [even, processors, 2 * processors]
+
+
+def test_many_sequences_are_shared_by_head_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was not measured, or would spill, stays with the other kernel."""
+    monkeypatch.setattr(configs, "processors", lambda device: 132)
+    for batch, kv_heads, dtype in ((64, 8, torch.bfloat16), (256, 8, torch.bfloat16), (1000, 3, torch.float16)):
+        cache = torch.empty((9, kv_heads, 16, 128), dtype=dtype)
+        config = decode_hopper.launch_for(torch.empty((batch, 4 * kv_heads, 128), dtype=dtype), cache)
+        assert config and config.by_head and config.programs == 396 // kv_heads * kv_heads
+    q = torch.empty((512, 32, 128), dtype=torch.bfloat16)
+    for shape, softcap in (((9, 8, 16, 128), 30.0), ((9, 8, 64, 128), 0.0), ((9, 4, 16, 128), 0.0), ((9, 32, 16, 128), 0.0)):
+        assert decode_hopper.launch_for(q, torch.empty(shape, dtype=q.dtype), softcap) is None
+    assert decode_hopper.launch_for(q[:63], torch.empty((9, 8, 16, 128), dtype=q.dtype)) is None
+    assert decode_hopper.launch_for(q[..., :64], torch.empty((9, 8, 16, 64), dtype=q.dtype)) is None
+
+
+def test_a_hopper_gpu_takes_many_sequences_that_suit(taken: Taken) -> None:
+    case = paged_case.make(3, [1, 70, 0, 130] * 16, [1] * 64, 32, 8, 128, 16, torch.float16)
+    attend(case, decode_flat.step_workspace(64, 32, 8, 128, "cpu"))
+    ((tiles, config),) = taken
+    assert config.by_head and tiles.tile == config.tile == 64 and tiles.count.item() == 6 * 16
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
