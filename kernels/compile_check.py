@@ -204,7 +204,7 @@ def quantized_variants() -> Iterator[Variant]:
         for dtype in (torch.bfloat16, torch.float16):
             name = f"packed_product {kind} g{group}{' zeros' * zeros}{' gated' * paired} m{rows} {str(dtype)[6:]}"
             yield name, lambda w=weight, r=rows, d=dtype, p=paired: quantized_products.packed_product(x[:r].to(d), w, gated=p)
-        if quantized_gemv.takes_packed(weight):
+        if quantized_gemv.knows_packed(weight):
             shape = f"{kind} g{group}{' zeros' * zeros}{' gated' * paired}"
             yield f"packed_gemv {shape}", lambda w=weight: quantized_gemv.packed_gemv(x[:1], w)
             yield f"norm packed_gemv {shape}", lambda w=weight: quantized_gemv.packed_gemv(x[:1], w, gamma=x[0], eps=1e-5)

@@ -1,9 +1,10 @@
 """The product for one row with a weight of 4 or 8 bits: y[1, N] = x[1, K] @ weight[N, K].T, as in gemv but for how weights are read.
 
-No tensor core and no split: a program owns a few rows of the weight, and what surrounds the product of a decoder layer is done in
-passing. Values of 4 bits become floats without a conversion: as low bits of a bfloat16 of 128 they are 128 + v, and two such side by
-side are, read as one float32, the upper one and 2^-16 of the lower, which is taken from the lower one's x. What they are biased by
-comes off with the sum of x. e4m3 weights meet x rounded to e4m3, by the largest value of its row, in every program anew.
+Tensor cores want eight columns where one row of x gives one. So a program takes its few rows of the weight from several places of x at
+a time: rows of the tile are rows of the weight at each of those slices, columns are the slices of x, and what is wanted lies where both
+are of the same slice. So all of K falls to one program, nothing is split over programs and added up through memory, and what surrounds
+the product of a decoder layer is done in passing. The norm's factor comes after the sum. e4m3 weights meet x rounded to e4m3 by the
+largest value of each slice of 128.
 """
 
 from typing import NamedTuple
@@ -12,242 +13,259 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagecast_kernels import configs
+from pagecast_kernels.quantized_products import INTERPRETED, columns_of
 from pagecast_kernels.quantized_weights import PackedWeight
 
 
-class PackedGemvConfig(NamedTuple):
-    """rows: of the weight in a program; tiles: tiles of 128 columns a step; stages: of the load pipeline; warps: of a program."""
+class OneRowConfig(NamedTuple):
+    """rows: of the weight in a program, a power of two, of packed ones 16, 32 or 64; slices: of 128 columns a step; stages: of the load
+    pipeline; warps: of a program, of which four take tensor-core instructions together; early: started before the launch before it has
+    ended, for which it then waits, with its first weights on their way."""
 
     rows: int
-    tiles: int
+    slices: int
     stages: int
     warps: int
+    early: bool = False
 
 
-class ScaledGemvConfig(NamedTuple):
-    """rows: of the weight in a program; depth: columns a step; stages: of the load pipeline; warps: of a program."""
+class Launches(NamedTuple):
+    """By shape of the weight: of 16,384 rows and more; else of 8,192 columns and more; else."""
 
-    rows: int
-    depth: int
-    stages: int
-    warps: int
+    wide: OneRowConfig
+    deep: OneRowConfig
+    small: OneRowConfig
+
+    def of(self, rows: int, columns: int) -> OneRowConfig:
+        """For a weight [rows, columns]."""
+        return self.wide if rows >= 16384 else self.deep if columns >= 8192 else self.small
 
 
-PACKED = PackedGemvConfig(8, 8, 3, 2)
-SCALED = ScaledGemvConfig(8, 2048, 3, 4)
-_ABOVE = tl.constexpr(128.259765625)
-"""What a value in the upper half reads as too much: 128, and 0x4300 · 2^-16 of the lower half less 128 · 2^-16 taken from its x."""
+UNMEASURED = Launches(OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 4, 4))
+"""Launches that run anywhere: the default of a call."""
+PACKED: Launches | None = None
+"""What serving uses for packed_gemv; None where the products of several rows, with what surrounds them in launches of its own, are faster."""
+SCALED: Launches | None = None
+"""The same for scaled_gemv."""
 
 
 @triton.jit
-def _sixteenth(x_ptr, gamma_ptr, column, K, EVEN: tl.constexpr, NORM: tl.constexpr):
-    """x at `column`, its square if it is to be normed, and what meets the weight."""
-    if EVEN:
-        x = tl.load(x_ptr + column).to(tl.float32)
-    else:
+def _begin_early(lines):
+    """Let the next launch begin, send for the lines at these addresses, and wait for the end of the launch before."""
+    gdc_launch_dependents()
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [lines], tl.int32, is_pure=False, pack=1)
+    gdc_wait()
+
+
+@triton.jit
+def _factor(x_ptr, K, eps, WIDTH: tl.constexpr):
+    """What RMSNorm multiplies x [K] with."""
+    squares = tl.zeros([WIDTH], tl.float32)
+    for k in range(0, K, WIDTH):
+        column = k + tl.arange(0, WIDTH)
         x = tl.load(x_ptr + column, column < K, 0.0).to(tl.float32)
-    square = x * x
-    if NORM:
-        if EVEN:
-            x *= tl.load(gamma_ptr + column).to(tl.float32)
-        else:
-            x *= tl.load(gamma_ptr + column, column < K, 0.0).to(tl.float32)
-    return x, square
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
 
 
 @triton.jit
-def _times(p, j: tl.constexpr, upper, lower):
-    """Values j and j + 4 of words times their x, biased."""
-    two = (p >> (4 * j)) & 0x000F000F | 0x43004300
-    return two.to(tl.float32, bitcast=True) * upper + (two << 16).to(tl.float32, bitcast=True) * lower
-
-
-@triton.jit
-def _group_sums(part, above, below, scales_ptr, zeros_ptr, at, inside, ZEROS: tl.constexpr):
-    """[R, PAIRS]: sums of two words' values less their zeros, scaled."""
-    if ZEROS:
-        zero = tl.load(zeros_ptr + at, inside, 0.0)
-        total = tl.sum(part - _ABOVE * above - 128.0 * below, 2) - zero * tl.sum(above + below, 2)
+def _slices(ptr, at, K, SLICES: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Slices of x or gamma from the at-th on, [COLUMNS, 128], of which SLICES are any."""
+    slice = tl.arange(0, COLUMNS)
+    k = (at + slice)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if EVEN and COLUMNS == SLICES:
+        return tl.load(ptr + k)
     else:
-        total = tl.sum(part - (_ABOVE + 8.0) * above - 136.0 * below, 2)
-    return total * tl.load(scales_ptr + at, inside, 0.0)
+        return tl.load(ptr + k, (k < K) & (slice < SLICES)[:, None], 0.0)
 
 
 @triton.jit
-def _finish(y, up, out_ptr, bias_ptr, row, place, N, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):
-    """out[place] = y (+ bias[row]) (+ out[place]), or silu(y) · up."""
+def _squares(x_ptr, at, K, SLICES: tl.constexpr, EVEN: tl.constexpr):
+    """Squares of these slices, in the threads one after the other: the product wants x in every warp."""
+    k = at * 128 + tl.arange(0, SLICES * 128)
+    if EVEN:
+        x = tl.load(x_ptr + k).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
+    return x * x
+
+
+@triton.jit
+def _own(acc, SLICES: tl.constexpr):
+    """Sums [rows] of acc [SLICES · rows, columns] where a row's slice is the column's."""
+    ROWS: tl.constexpr = acc.shape[0] // SLICES
+    slice = tl.arange(0, acc.shape[0]) // ROWS
+    own = tl.where(slice[:, None] == tl.arange(0, acc.shape[1])[None, :], acc, 0.0)
+    return tl.sum(tl.sum(own, 1).reshape(SLICES, ROWS), 0)
+
+
+@triton.jit
+def _finish(
+    y, out_ptr, bias_ptr, first, N, TOGETHER: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr
+):
+    """out = y (+ bias) (+ out) from `first` on, or silu(gate) · up of y, where TOGETHER gates and as many ups come in turn."""
     if GATED:
-        y = y / (1.0 + tl.exp(-y)) * up
+        HALF: tl.constexpr = y.shape[0] // 2
+        gate, up = tl.split(y.reshape(HALF // TOGETHER, 2, TOGETHER).permute(0, 2, 1))
+        y = (gate / (1.0 + tl.exp(-gate)) * up).reshape(HALF)
+    place = first + tl.arange(0, y.shape[0])
     if BIAS:
-        y += tl.load(bias_ptr + row, place < N, 0.0).to(tl.float32)
+        y += tl.load(bias_ptr + place, place < N, 0.0).to(tl.float32)
     if ADD:
         y += tl.load(out_ptr + place, place < N, 0.0).to(tl.float32)
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), place < N)
 
 
-@triton.jit(do_not_specialize=["row_stride"])
+@triton.jit
 def _packed_gemv(
-    words_ptr, scales_ptr, zeros_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, group_stride, row_stride, column_tiles, eps,
-    ROWS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, ZEROS: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    words_ptr, scales_ptr, zeros_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, scale_stride, column_tiles, eps,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    # A tile of the weight holds a row after the other, 64 bytes each: those of lower halves of 16, then those of upper halves.
-    IN_TILE: tl.constexpr = 32 if GATED else 64
-    PAIRS: tl.constexpr = 8 * TILES
-    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tile, within = number // IN_TILE, number % IN_TILE
-    row = tile * 64 + within % 32 // 8 * 16 + within // 32 * 8 + within % 8
-    place = number if GATED else row
-    pair, one = tl.arange(0, PAIRS), tl.arange(0, 2)
-    beside = pair // 8
-    first = words_ptr + (tile.to(tl.int64) * column_tiles * 1024 + within * 16)[:, None, None] + one[None, None, :]
-    first += (beside * 1024 + pair % 8 * 2)[None, :, None]
-    column = (beside * 128 + pair % 2 * 8 + pair % 8 // 2 * 2)[None, :, None] + one[None, None, :]
-    # Strides that are not known to be 1: scales are to lie in threads as the sums do.
-    scale_at = (row * row_stride)[:, None] + (beside * group_stride)[None, :]
-    acc, other = tl.zeros([ROWS, PAIRS], tl.float32), tl.zeros([ROWS, PAIRS], tl.float32)
-    squares = tl.zeros([1, PAIRS, 2], tl.float32)
-    for at in tl.range(0, column_tiles, TILES, num_stages=STAGES):
-        inside = (at + beside < column_tiles)[None, :]
+    # A tile of the weight: the first eight rows of each 16, 64 bytes each, then the others. Threads read 16 bytes of a row at a time.
+    R: tl.constexpr = SLICES * ROWS
+    COLUMNS: tl.constexpr = SLICES if SLICES > 8 else 8
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    program = tl.program_id(0)
+    start = words_ptr + (program * ROWS // 64).to(tl.int64) * column_tiles * 1024 + program * ROWS % 64 * 8
+    slice, half, word = tl.arange(0, SLICES), tl.arange(0, 2), tl.arange(0, ROWS * 8)
+    if EARLY:
+        step, line = tl.arange(0, 4 * SLICES), tl.arange(0, ROWS // 4)
+        lines = start + step[:, None, None] * 1024 + half[None, :, None] * 512 + line[None, None, :] * 32
+        _begin_early(tl.where((step < column_tiles)[:, None, None], lines, start))
+    first = start + slice[:, None, None] * 1024 + half[None, :, None] * 512 + word[None, None, :]
+    of_row = tl.arange(0, R)
+    row_slice, row = of_row // ROWS, program * ROWS + of_row % ROWS
+    factor = 1.0
+    if NORM and dtype == tl.float16:
+        factor = _factor(x_ptr, K, eps, SLICES * 128)  # Without it x times gamma may not fit.
+    acc = tl.zeros([R, COLUMNS], tl.float32)
+    squares = tl.zeros([SLICES * 128], tl.float32)
+    zero = tl.full([R, 16], offset + 8.0, tl.float32).to(dtype)
+    if ZEROS and not GROUP:
+        zero = tl.broadcast_to((tl.load(zeros_ptr + row) + offset).to(dtype)[:, None], (R, 16))
+    for at in tl.range(0, column_tiles, SLICES, num_stages=STAGES):
+        inside = at + slice < column_tiles
         if EVEN:
             p = tl.load(first + at * 1024, eviction_policy="evict_first")
         else:
-            p = tl.load(first + at * 1024, inside[:, :, None], 0, eviction_policy="evict_first")
-        q = p
-        if GATED:
-            if EVEN:
-                q = tl.load(first + (at * 1024 + 512), eviction_policy="evict_first")
+            p = tl.load(first + at * 1024, inside[:, None, None], 0, eviction_policy="evict_first")
+        p = p.reshape(SLICES, 2, ROWS // 16, 8, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6).reshape(R, 16)
+        x = _slices(x_ptr, at, K, SLICES, COLUMNS, EVEN)
+        if NORM:
+            gamma = _slices(gamma_ptr, at, K, SLICES, COLUMNS, EVEN)
+            if dtype == tl.float16:
+                x = (x.to(tl.float32) * factor * gamma.to(tl.float32)).to(dtype)
             else:
-                q = tl.load(first + (at * 1024 + 512), inside[:, :, None], 0, eviction_policy="evict_first")
-        part, part_up = tl.zeros([ROWS, PAIRS, 2], tl.float32), tl.zeros([ROWS, PAIRS, 2], tl.float32)
-        above, below = tl.zeros([1, PAIRS, 2], tl.float32), tl.zeros([1, PAIRS, 2], tl.float32)
-        for j in tl.static_range(4):
-            lower, lower_square = _sixteenth(x_ptr, gamma_ptr, at * 128 + 16 * j + column, K, EVEN, NORM)
-            upper, upper_square = _sixteenth(x_ptr, gamma_ptr, at * 128 + 16 * (j + 4) + column, K, EVEN, NORM)
-            if NORM:
-                squares += lower_square + upper_square
-            above += upper
-            below += lower
-            lower -= upper * 0.0000152587890625
-            part += _times(p, j, upper, lower)
-            if GATED:
-                part_up += _times(q, j, upper, lower)
-        scaled = scale_at + at * group_stride
-        acc += _group_sums(part, above, below, scales_ptr, zeros_ptr, scaled, inside, ZEROS)
-        if GATED:
-            other += _group_sums(part_up, above, below, scales_ptr, zeros_ptr, scaled + 8 * row_stride, inside, ZEROS)
-    y, up = tl.sum(acc, 1), tl.sum(other, 1)
-    if NORM:
-        # The norm's factor is the same for every column: it may come after the sum.
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, 2)) / K + eps)
-        y *= factor
-        up *= factor
-    _finish(y, up, out_ptr, bias_ptr, row, place, N, GATED, ADD, BIAS)
+                x *= gamma
+                squares += _squares(x_ptr, at, K, SLICES, EVEN)
+        here = at + row_slice
+        if ZEROS and GROUP:
+            z = tl.load(zeros_ptr + here * scale_stride + row, here < column_tiles, 8.0)
+            zero = tl.broadcast_to((z + offset).to(dtype)[:, None], (R, 16))
+        w = columns_of(p, zero, 0, 128, 4, False, dtype == tl.bfloat16, ASM)
+        if GROUP:
+            scale = tl.load(scales_ptr + here * scale_stride + row, here < column_tiles, 0.0)
+            acc += tl.dot(w, x.trans()) * scale[:, None]
+        else:
+            acc = tl.dot(w, x.trans(), acc)
+    y = _own(acc, SLICES)
+    unit = tl.arange(0, ROWS)
+    if not GROUP:
+        y *= tl.load(scales_ptr + program * ROWS + unit)
+    if NORM and dtype == tl.bfloat16:
+        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    width: tl.constexpr = ROWS // 2 if GATED else ROWS
+    _finish(y, out_ptr, bias_ptr, program * width, N, 8, GATED, ADD, BIAS)
 
 
-def takes_packed(weight: PackedWeight) -> bool:
-    """Whether packed_gemv knows this kind of weight: 4 bits, a scale for 128 columns or a whole row."""
+def knows_packed(weight: PackedWeight) -> bool:
+    """Whether packed_gemv can take this kind of weight: 4 bits, a scale for 128 columns or a whole row."""
     return weight.kind == "int4" and weight.group in (0, 128)
 
 
 def packed_gemv(
     x: Tensor, weight: PackedWeight, *, gamma: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, config: PackedGemvConfig = PACKED,
+    residual: Tensor | None = None, config: OneRowConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, K], by RMSNorm with gamma [K] where there is one, times weight [N, K].T, plus bias [N] -> [1, N], or added to residual
     in place; SiLU·mul of it [1, N / 2] where the weight's rows are paired. See reference_quantized.packed_product."""
-    if not takes_packed(weight):
+    if not knows_packed(weight):
         raise ValueError(f"the weight must be int4 in groups of 128 or whole rows, got {weight.kind} in groups of {weight.group}")
+    config = (PACKED or UNMEASURED).of(weight.rows, weight.columns) if config is None else config
     width = weight.rows // 2 if weight.paired else weight.rows
     out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
-    column_tiles = weight.words.shape[1]
-    rows = config.rows // 2 if weight.paired else config.rows  # as many weights a step either way
-    _packed_gemv[(triton.cdiv(width, rows) if weight.paired else weight.words.shape[0] * (64 // rows),)](
-        weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, x.shape[1], weight.scales.stride(0) if weight.group else 0,
-        weight.scales.stride(1), column_tiles, eps, rows, config.tiles, config.stages, x.shape[1] % (128 * config.tiles) == 0,
-        weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, num_warps=config.warps,
+    column_tiles, depth = weight.words.shape[1], x.shape[1]
+    _packed_gemv[(triton.cdiv(weight.rows, config.rows),)](
+        weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, depth, weight.scales.stride(0), column_tiles, eps,
+        config.rows, config.slices, config.stages, config.early, depth % (128 * config.slices) == 0, weight.group,
+        weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, not INTERPRETED,
+        num_warps=config.warps, launch_pdl=config.early,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _normed(x_ptr, gamma_ptr, column, K, factor, EVEN: tl.constexpr, NORM: tl.constexpr):
-    """x at `column`, times gamma and `factor` where it is normed, as the model's type would hold it."""
-    if EVEN:
-        raw = tl.load(x_ptr + column)
-    else:
-        raw = tl.load(x_ptr + column, column < K, 0.0)
-    x = raw.to(tl.float32)
-    if NORM:
-        x = x * factor * tl.load(gamma_ptr + column, column < K, 0.0).to(tl.float32)
-    return x.to(raw.dtype).to(tl.float32)
-
-
-@triton.jit
-def _weights(weight_ptr, start, column, K, EVEN: tl.constexpr):
-    """A tile of rows that begin at `start`."""
-    if EVEN:
-        return tl.load(weight_ptr + start[:, None] + column[None, :], eviction_policy="evict_first").to(tl.float32)
-    else:
-        inside = (column < K)[None, :]
-        return tl.load(weight_ptr + start[:, None] + column[None, :], inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-
-
-@triton.jit
-def _sixteens(product):
-    """Sums of sixteen columns: what a thread reads at a time."""
-    return tl.sum(product.reshape(product.shape[0], product.shape[1] // 16, 16), 2)
-
-
-@triton.jit
 def _scaled_gemv(
     weight_ptr, scale_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    kept = tl.minimum(row, N - 1)
-    start = kept.to(tl.int64) * K
-    offset = tl.arange(0, DEPTH)
-    squares, largest = tl.zeros([DEPTH], tl.float32), tl.zeros([DEPTH], tl.float32)
-    for k in tl.range(0, K, DEPTH, num_stages=1):
-        x = tl.load(x_ptr + k + offset, k + offset < K, 0.0).to(tl.float32)
+    R: tl.constexpr = SLICES * ROWS
+    COLUMNS: tl.constexpr = SLICES if SLICES > 8 else 8
+    OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    begin = tl.program_id(0) * OUTPUTS
+    unit, of_row = tl.arange(0, ROWS), tl.arange(0, R)
+    if EARLY:
+        step, line_row = tl.arange(0, 4 * SLICES), tl.minimum(begin + unit % OUTPUTS, N - 1) + unit // OUTPUTS * N
+        lines = weight_ptr + line_row.to(tl.int64)[:, None] * K + tl.minimum(step * 128, K - 1)[None, :]
+        _begin_early(lines)
+    row = tl.minimum(begin + of_row % ROWS % OUTPUTS, N - 1) + of_row % ROWS // OUTPUTS * N
+    first = weight_ptr + row.to(tl.int64)[:, None] * K
+    column = (of_row // ROWS * 128)[:, None] + tl.arange(0, 128)[None, :]
+    acc = tl.zeros([R, COLUMNS], tl.float32)
+    squares = tl.zeros([SLICES * 128], tl.float32)
+    for at in tl.range(0, tl.cdiv(K, 128), SLICES, num_stages=STAGES):
+        k = at * 128 + column
+        if EVEN:
+            w = tl.load(first + k, eviction_policy="evict_first")
+        else:
+            w = tl.load(first + k, k < K, 0.0, eviction_policy="evict_first")
+        x = _slices(x_ptr, at, K, SLICES, COLUMNS, EVEN).to(tl.float32)
         if NORM:
-            squares += x * x
-            x *= tl.load(gamma_ptr + k + offset, k + offset < K, 0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x))
-    most, factor = tl.max(largest, 0), 1.0
+            x *= _slices(gamma_ptr, at, K, SLICES, COLUMNS, EVEN).to(tl.float32)
+            squares += _squares(x_ptr, at, K, SLICES, EVEN)
+        most = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
+        x = tl.minimum(tl.maximum(x * (448.0 / most)[:, None], -448.0), 448.0).to(tl.float8e4nv)
+        if WIDEN:
+            part = tl.dot(w.to(tl.float16), x.to(tl.float16).trans())
+        else:
+            part = tl.dot(w, x.trans())
+        acc += part * (most / 448.0)[None, :]
+    own = tl.minimum(begin + unit % OUTPUTS, N - 1) + unit // OUTPUTS * N
+    y = _own(acc, SLICES) * tl.load(scale_ptr + own)
     if NORM:
-        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        most *= factor
-    x_scale = tl.maximum(most.to(x_ptr.dtype.element_ty).to(tl.float32) / 448.0, 1e-10)
-    acc, other = tl.zeros([ROWS, DEPTH // 16], tl.float32), tl.zeros([ROWS, DEPTH // 16], tl.float32)
-    for k in tl.range(0, K, DEPTH, num_stages=STAGES):
-        column = k + offset
-        x = _normed(x_ptr, gamma_ptr, column, K, factor, EVEN, NORM) / x_scale
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv).to(tl.float32)
-        acc += _sixteens(_weights(weight_ptr, start, column, K, EVEN) * x[None, :])
-        if GATED:
-            other += _sixteens(_weights(weight_ptr, start + N.to(tl.int64) * K, column, K, EVEN) * x[None, :])
-    y, up = tl.sum(acc, 1) * (tl.load(scale_ptr + kept) * x_scale), 0.0
-    if GATED:
-        up = tl.sum(other, 1) * (tl.load(scale_ptr + N + kept) * x_scale)
-    _finish(y, up, out_ptr, bias_ptr, row, row, N, GATED, ADD, BIAS)
+        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    _finish(y, out_ptr, bias_ptr, begin, N, OUTPUTS, GATED, ADD, BIAS)
 
 
 def scaled_gemv(
     x: Tensor, weight: Tensor, scales: Tensor, *, gamma: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    gated: bool = False, residual: Tensor | None = None, config: ScaledGemvConfig = SCALED,
+    gated: bool = False, residual: Tensor | None = None, config: OneRowConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same for float8_e4m3fn weight [N, K] with scales float32 [N], x rounded as by quantize_rows. gated: rows are gates, then ups."""
+    """The same for float8_e4m3fn weight [N, K] with scales float32 [N]. gated: rows are gates, then ups."""
     configs.check_e4m3(x.device)
     width, depth = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
+    config = (SCALED or UNMEASURED).of(*weight.shape) if config is None else config
     out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
-    rows = config.rows // 2 if gated else config.rows
-    _scaled_gemv[(triton.cdiv(width, rows),)](
-        weight, scales, x, gamma, bias, out, width, depth, eps, rows, config.depth, config.stages, depth % config.depth == 0,
-        gamma is not None, gated, residual is not None, bias is not None, num_warps=config.warps,
+    _scaled_gemv[(triton.cdiv(weight.shape[0], config.rows),)](
+        weight, scales, x, gamma, bias, out, width, depth, eps,
+        config.rows, config.slices, config.stages, config.early, depth % (128 * config.slices) == 0,
+        gamma is not None, gated, residual is not None, bias is not None, INTERPRETED,
+        num_warps=config.warps, launch_pdl=config.early,
     )  # fmt: skip
     return out
