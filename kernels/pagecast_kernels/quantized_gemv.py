@@ -47,7 +47,7 @@ class Launches(NamedTuple):
 UNMEASURED = Launches(OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 4, 4))
 """Launches that run anywhere: the default of a call."""
 PACKED: Launches | None = None
-"""What serving uses for packed_gemv; None where the products of several rows, with what surrounds them in launches of its own, are faster."""
+"""What serving uses for packed_gemv; None where products of several rows, and launches for what surrounds them, are faster."""
 SCALED: Launches | None = None
 """The same for scaled_gemv."""
 
