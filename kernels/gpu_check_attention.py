@@ -20,8 +20,9 @@ Errors = Iterator[tuple[str, float]]
 def check_flat(device: str = "cuda", lens: list[int] = LENS) -> Errors:
     """Twice with one workspace each: its counters must be zero again."""
     for (heads, kv_heads, dim, size), softcap in FLAT:
-        for count in (1, len(lens)):
-            case = paged_case.make(dim + heads, lens[-count:], [1] * count, heads, kv_heads, dim, size, torch.bfloat16, device)
+        for seq_lens in (lens[-1:], lens, 6 * lens):  # with 8 KV heads each is launched another way
+            count = len(seq_lens)
+            case = paged_case.make(dim + heads, seq_lens, [1] * count, heads, kv_heads, dim, size, torch.bfloat16, device)
             exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens, dim**-0.5)
             want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, softcap=softcap)
             work = decode_flat.step_workspace(count, heads, kv_heads, dim, device)
