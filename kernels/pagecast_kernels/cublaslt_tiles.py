@@ -10,7 +10,7 @@ _NAMED = (
     "128x256 256x128 512x64 64x96 96x64 96x128 128x160 160x128 192x128 128x192 128x96 32x256 256x32"
 )
 _LAST = (256, 512), (256, 1024), (512, 512), (512, 1024)
-_MOST, _UNIT, _SUMS = 768, 64, 128 * 256
+_MOST, _UNIT, _SUMS, _ADDING = 768, 64, 128 * 256, 3000
 
 
 def _numbered() -> dict[int, tuple[int, int]]:
@@ -38,12 +38,12 @@ def expected(m: int, n: int, splits: int, rows: int, columns: int, depth: int, p
     """About how many cycles a product takes: those of a tile, as many times as a processor gets one.
 
     Of 16 of the depth tensor cores multiply 64 x b in b / 2 cycles, unless reading 64 and b from shared memory takes longer; more goes into
-    filling that memory and into writing the tile, and registers do not hold more than 128 x 256 sums. Of 67 products of 64 to 16,384 rows,
-    measured on an H200, this ranks the fastest of what the library proposes at place 11 on average and never beyond 56; of four of 256 rows
-    it ranks the fastest of all that the library can be set to among the first six.
+    filling that memory and into writing the tile, and registers do not hold more than 128 x 256 sums. Parts of a sum are added up by another
+    launch. Of 67 products of 64 to 16,384 rows, measured on an H200, this ranks the fastest of what the library proposes at place 10 on
+    average and never beyond 47; of four of 256 rows it ranks the fastest of all that the library can be set to among the first six.
     """
     multiplied = min((-(-a // _UNIT) * max(b / 2, 16 + b / 4) for a, b in ((m, n), (n, m)) if a % _UNIT == 0), default=2.0 * (m + n))
     multiplied *= 1.25 if m * n > _SUMS else 1
-    per_tile = depth / 16 / splits * (multiplied + 0.1 * (m + n)) + 1000 + 0.1 * m * n * (1 if splits == 1 else 3)
+    per_tile = depth / 16 / splits * (multiplied + 0.1 * (m + n)) + 1000 + 0.1 * m * n
     waves = -(-(-(-columns // m) * -(-rows // n) * splits) // processors)
-    return waves * per_tile
+    return waves * per_tile + (0 if splits == 1 else _ADDING + splits * rows * columns / 256)

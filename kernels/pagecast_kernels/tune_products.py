@@ -113,7 +113,8 @@ class Tuner:
         shorter = bench_cases.in_turn(right, rounds=2, least_us=250.0)
         best = [each for each in sorted(right, key=shorter.__getitem__) if each != today][:FINALISTS]
         entered: dict[Algorithm | None, list[bench_cases.Launch]] = {None: case.torch()}
-        us = bench_cases.in_turn(entered | {each: right[each] for each in (today, *best) if each in right}, rounds=8, least_us=1000.0)
+        entered |= {each: right[each] for each in (today, *best) if each in right}
+        us = bench_cases.in_turn(entered, rounds=12 if problem.shape[0] <= product_search.MOST_FEW_ROWS else 5, least_us=1000.0)
         winner, held = choice(us, today)
         finalists = {each: time for each, time in us.items() if each is not None}
         return Found(winner, us[winner], us[held], us[None], 0, len(made) - len(right), finalists)
