@@ -38,7 +38,7 @@ def expected(m: int, n: int, splits: int, rows: int, columns: int, depth: int, p
     """About how many cycles a product takes: those of a tile, as many times as a processor gets one.
 
     Of 16 of the depth tensor cores multiply 64 x b in b / 2 cycles, unless reading 64 and b from shared memory takes longer; more goes into
-    filling that memory and into writing the tile, and registers do not hold more than 128 x 256 sums. Parts of a sum are added up by another
+    filling that memory and writing the tile, and registers do not hold more than 128 x 256 sums. Parts of a sum are added up by another
     launch. Of 67 products of 64 to 16,384 rows, measured on an H200, this ranks the fastest of what the library proposes at place 10 on
     average and never beyond 47; of four of 256 rows it ranks the fastest of all that the library can be set to among the first six.
     """
