@@ -75,3 +75,13 @@ def test_what_rows_between_take_today_is_what_a_winner_has_to_gain_on(blas: Care
     assert search.find(56)[:3] == (FAST, 5.9, TORCH_US), "of 64 rows torch's choice was the best"
     assert search.find(44).algorithm == FAST
     assert carried == [[SLOW], [SLOW], [SLOW, FAST]]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_real_library_is_searched_and_measured() -> None:
+    lib = cublaslt.Library(torch.device("cuda"))
+    search = tune_products.Tuner(lib, tune_products.copies(6144, 4096, torch.bfloat16, "cuda"))
+    for rows in (256, 2048):
+        found = search.find(rows)
+        assert found.finalists and found.wrong == 0 and found.timed >= len(found.finalists)
+        assert found.us <= found.today_us == found.torch_us
