@@ -47,6 +47,7 @@ def padded_inputs(ops: Any, state: BatchState, padded: PaddedStep, block_size: i
         token_ids=padded.token_ids, positions=padded.positions, slot_mapping=slots, block_table=state.table, num_decodes=decodes,
         decode_rows=padded.decode_rows, decode_seq_lens=step.decode_seq_lens, num_prefills=padded.size.chunks, prefill_rows=padded.rows,
         prefill_seq_lens=padded.seq_lens, query_start_loc=padded.starts, max_query_len=padded.size.tokens,
+        wanted=padded.sample_index.long(),
     )
     return joined, sample_inputs(ops, state, padded.sample_rows, block_size)
 
@@ -73,8 +74,11 @@ def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:
     packet.add(schedule.sample_rows)
 
 
-def unpack_mixed(schedule: Schedule, state: BatchState, parts: list[Tensor]) -> tuple[StepInputs, Tensor, Tensor]:
-    """Step inputs, the tokens whose hidden states go through the head, and the rows that those sample for (both int32)."""
+def unpack_mixed(schedule: Schedule, state: BatchState, parts: list[Tensor], *, whole: bool) -> tuple[StepInputs, Tensor, Tensor]:
+    """Step inputs, the tokens int64 whose hidden states go through the head, and the rows int32 that those sample for.
+
+    whole: all hidden states are wanted, not only those. Where nobody samples the first token's is, so that operators have something to do.
+    """
     tokens, positions, slots, decode_rows, decode_lens, rows, lens, starts, sample_index, sample_rows = parts
     decodes = len(schedule.decode_rows)
     if decodes:
@@ -84,4 +88,6 @@ def unpack_mixed(schedule: Schedule, state: BatchState, parts: list[Tensor]) -> 
         decode_rows=decode_rows, decode_seq_lens=decode_lens, num_prefills=len(schedule.chunk_rows), prefill_rows=rows,
         prefill_seq_lens=lens, query_start_loc=starts, max_query_len=int(schedule.chunk_lengths.max()),
     )
-    return step, sample_index, sample_rows
+    index = sample_index.long() if len(sample_index) else torch.zeros(1, dtype=torch.int64, device=slots.device)
+    step.wanted = None if whole else index
+    return step, index, sample_rows

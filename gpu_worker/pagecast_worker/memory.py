@@ -83,7 +83,7 @@ def graph_reserve(executor: "TorchExecutor") -> int:
     decode, mixed = executor.graph_sizes()
     tokens = max(size.tokens for size in mixed)
     length = min(tokens, executor.max_model_len)
-    activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, length, 1))
+    activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, length, 1, whole=True))
     count = len(decode) + len(sizes_of_sharing(decode)) + len(mixed)
     return activations + SEGMENT_BYTES + count * executor.model.config.num_layers * GRAPH_LAYER_BYTES
 
@@ -104,15 +104,18 @@ def _granted(config: WorkerConfig, bytes_per_block: int) -> int:
 
 
 def peak_step(executor: "TorchExecutor") -> None:
-    """The largest step there can be: a full token budget of prefill, and logits and samples of every row."""
+    """The largest step there can be: a full token budget of prefill, all of its hidden states, and logits and samples of every row."""
     tokens, rows = executor.config.max_num_batched_tokens, executor.config.max_num_seqs
     if executor.device.type == "cpu":
         tokens, rows = min(tokens, 64), 1  # nothing is measured here, only warmed up
-    prefill_step(executor, tokens, min(tokens, executor.max_model_len), rows)
+    prefill_step(executor, tokens, min(tokens, executor.max_model_len), rows, whole=True)
 
 
-def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int) -> None:
-    """Prefill `tokens` in chunks of `length` and sample for `rows` rows, all of them the padding row. Writes no KV."""
+def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int, *, whole: bool = False) -> None:
+    """Prefill `tokens` in chunks of `length` and sample for `rows` rows, all of them the padding row. Writes no KV.
+
+    whole: all hidden states are computed, as where a prompt's log-probabilities are wanted.
+    """
     device, state = executor.device, executor.state
     starts = torch.arange(0, tokens + length, length, device=device, dtype=torch.int32).clamp_(max=tokens)
     lengths = starts[1:] - starts[:-1]
@@ -129,9 +132,11 @@ def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int)
         prefill_seq_lens=lengths,
         query_start_loc=starts,
         max_query_len=length,
+        wanted=None if whole else torch.zeros(rows, dtype=torch.int64, device=device),
     )
     hidden = executor.model.forward(executor.ops, step, executor.cache.layers)
-    logits = executor.model.logits(executor.ops, hidden[:1].expand(rows, -1).contiguous(), executor.logits[:rows])
+    sampled = hidden[:1].expand(rows, -1).contiguous() if whole else hidden
+    logits = executor.model.logits(executor.ops, sampled, executor.logits[:rows])
     padding = torch.full((rows,), state.padding, dtype=torch.int32, device=device)
     inputs = sample_inputs(executor.ops, state, padding, executor.config.block_size)
     follow_no_rules(executor, Decoded(sample_rows(executor.ops, state, logits, inputs), logits, inputs))

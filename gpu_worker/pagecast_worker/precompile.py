@@ -227,6 +227,7 @@ def launch_all(request: dict[str, Any]) -> None:
     )
     blocks = torch.zeros(1, dtype=torch.int32, device=device)
     cache.copy(worker.ops, blocks, blocks)
+    prefill_step(worker, 2, 2, 1)
     for size in warm_sizes(config.max_num_seqs):
         prefill_step(worker, size, 1, size)
         TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device))

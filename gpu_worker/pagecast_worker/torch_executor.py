@@ -174,6 +174,7 @@ class TorchExecutor:
         self._enter("steps")
         null = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.cache.copy(self.ops, null, null)
+        prefill_step(self, 2, 2, 1)
         for size in warm_sizes(self.config.max_num_seqs) if self.backend.is_cuda else [1]:
             prefill_step(self, size, 1, size)
             self._decode(torch.full((size,), padding, dtype=torch.int32, device=self.device))
@@ -405,8 +406,7 @@ class TorchExecutor:
     def _padded(self, padded: PaddedStep) -> Decoded:
         """One padded step with prefill chunks; what graphs capture."""
         step, sampling = padded_inputs(self.ops, self.state, padded, self.config.block_size)
-        hidden = self.model.forward(self.ops, step, self.cache.layers)
-        return draw(self, hidden.index_select(0, padded.sample_index.long()), sampling)
+        return draw(self, self.model.forward(self.ops, step, self.cache.layers), sampling)
 
     def _mixed_size(self, schedule: Schedule) -> Size | None:
         """The graph for a step with chunks. None: without one, as where a prompt's log-probabilities are wanted."""
@@ -423,15 +423,15 @@ class TorchExecutor:
         if size is not None and self._mixed_graphs is not None:
             decoded = self._mixed_graphs.replay(size, parts[0])
             return decoded if len(schedule.sample_rows) else None
-        step, sample_index, rows = unpack_mixed(schedule, self.state, parts)
-        hidden = self.model.forward(self.ops, step, self.cache.layers)
         kept.prompts = self._prompt_parts(schedule)
+        step, sample_index, rows = unpack_mixed(schedule, self.state, parts, whole=bool(kept.prompts))
+        hidden = self.model.forward(self.ops, step, self.cache.layers)
         for part in kept.prompts:
             self.backend.staging.keep(self._prompt_logprobs(part, hidden, len(schedule.decode_rows) + part.first))
         if not len(schedule.sample_rows):
             return None
         sampling = sample_inputs(self.ops, self.state, rows, self.config.block_size)
-        return draw(self, hidden.index_select(0, sample_index.long()), sampling)
+        return draw(self, hidden.index_select(0, sample_index) if step.wanted is None else hidden, sampling)
 
     def _prompt_logprobs(self, part: PromptPart, hidden: Tensor, first: int) -> Tensor:
         """int32[count, 1 + 2 num], see logprob_columns, from hidden[first], which foretells the part's first token, and those after it.

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from worker.hidden_states import all_hidden_states
 from worker.plan_driver import Driver, Job
 
 from pagecast_wire.sampling import SamplingParams
@@ -72,15 +73,12 @@ def generate(executor: TorchExecutor) -> list[Job]:
 
 def cpu_logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     """float32 [len(tokens), V], in one prefill."""
-    seen = []
-    forward = executor.model.forward
-    executor.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     driver = Driver(executor, NUM_BLOCKS, max_num_seqs=SEQS, max_model_len=LONGEST)
     job = Job(tokens, 1)
     driver.admit(job)
     driver.chunk(job)
-    driver.plan()
-    del executor.model.forward
+    with all_hidden_states(executor) as seen:
+        driver.plan()
     with torch.inference_mode():
         return executor.model.logits(executor.ops, seen[0])
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from worker.family_model import write_family
+from worker.hidden_states import all_hidden_states
 from worker.plan_driver import Driver, Job
 from worker.tiny_model import write_model
 
@@ -31,17 +32,15 @@ def make(folder, device: str, dtype: str, **options) -> TorchExecutor:
 
 def run(executor: TorchExecutor, output: int = 12) -> tuple[list[list[int]], torch.Tensor]:
     """Tokens of all prompts, and the hidden states of their prefill where it ran as Python."""
-    seen, forward = [], executor.model.forward
-    executor.model.forward = lambda *args: seen.append(forward(*args).float().cpu()) or seen[-1].to(executor.device, executor.dtype)
     driver = Driver(executor, NUM_BLOCKS, max_num_seqs=8, max_model_len=256)
     jobs = [Job(prompt, output) for prompt in PROMPTS]
     for job in jobs:
         driver.admit(job)
         driver.chunk(job)
-    while not all(job.done for job in jobs):
-        driver.plan()
-    executor.model.forward = forward
-    return [job.output for job in jobs], seen[0] if seen else torch.zeros(0)
+    with all_hidden_states(executor) as seen:
+        while not all(job.done for job in jobs):
+            driver.plan()
+    return [job.output for job in jobs], seen[0].float().cpu() if seen else torch.zeros(0)
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

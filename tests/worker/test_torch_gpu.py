@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from worker.hidden_states import all_hidden_states
 from worker.plan_driver import Driver, Job
 from worker.smollm2 import model_file, prompts
 from worker.tiny_model import write_config
@@ -62,15 +63,12 @@ def cpu_logits():
     executor.load(lambda progress: None)
 
     def compute(tokens: list[int]) -> torch.Tensor:
-        seen = []
-        forward = executor.model.forward
-        executor.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
         driver = Driver(executor, 200, max_num_seqs=2, max_model_len=2048)
         job = Job(tokens, 1)
         driver.admit(job)
         driver.chunk(job)
-        driver.plan()
-        del executor.model.forward
+        with all_hidden_states(executor) as seen:
+            driver.plan()
         with torch.inference_mode():
             return executor.model.logits(executor.ops, seen[0])
 

@@ -33,9 +33,12 @@ class Attention:
     k_norm: Tensor | None = None
     kv_scales: dict[str, Tensor] = field(default_factory=dict)
 
-    def forward(self, ops: Any, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """x[T, H] normed -> [T, H], this rank's summand."""
-        return self.output.forward(ops, self.attend(ops, self.qkv.forward(ops, x), step, k_cache, v_cache))
+    def forward(
+        self, ops: Any, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, only: Tensor | None = None
+    ) -> Tensor:
+        """x[T, H] normed -> [T, H], this rank's summand; of the tokens `only` int64[M], if given: [M, H]."""
+        attended = self.attend(ops, self.qkv.forward(ops, x), step, k_cache, v_cache)
+        return self.output.forward(ops, attended if only is None else attended.index_select(0, only))
 
     def attend(self, ops: Any, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """qkv[T, (Hq + 2 Hkv) D] -> [T, Hq D]: rotation, cache write and attention."""

@@ -38,8 +38,10 @@ class LatentAttention:
     scale: float
     cos_sin: Tensor
 
-    def forward(self, ops: Any, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """x[T, H] normed -> [T, H], this rank's summand."""
+    def forward(
+        self, ops: Any, x: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, only: Tensor | None = None
+    ) -> Tensor:
+        """x[T, H] normed -> [T, H], this rank's summand; of the tokens `only` int64[M], if given: [M, H]."""
         shape, tokens = self.shape, x.shape[0]
         query, kv = self.down.forward(ops, x).tensor_split((-shape.rank - shape.rope_dim,), 1)
         if self.query is not None:
@@ -51,6 +53,8 @@ class LatentAttention:
         latent = plain.new_empty((tokens, self.num_heads, shape.rank))
         torch.bmm(plain.transpose(0, 1), self.up[:, : shape.nope_dim], out=latent.transpose(0, 1))
         attended = self._attend(ops, latent, rope, step, k_cache, v_cache)
+        if only is not None:
+            attended, tokens = attended.index_select(0, only), only.shape[0]
         values = plain.new_empty((tokens, self.num_heads, shape.value_dim))
         torch.bmm(attended.transpose(0, 1), self.up[:, shape.nope_dim :].transpose(1, 2), out=values.transpose(0, 1))
         return self.output.forward(ops, values.view(tokens, -1))

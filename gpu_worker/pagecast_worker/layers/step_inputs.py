@@ -15,7 +15,7 @@ class StepInputs:
     Where a graph holds the step, B is the places there are: decode_rows past the real ones are padding (length 0) and their tokens are
     the chunks' already, so attention decodes first and lets the chunks' results overwrite what it gave for padding.
     max_query_len: longest chunk, known on the CPU. shared: which of the decoding sequences begin with the same blocks, if that pays; only
-    in steps without chunks.
+    in steps without chunks. wanted int64[M]: tokens whose hidden states are asked for, in that order; None: all.
     """
 
     token_ids: Tensor
@@ -31,3 +31,4 @@ class StepInputs:
     query_start_loc: Tensor | None = None
     max_query_len: int = 0
     shared: Any = None
+    wanted: Tensor | None = None

@@ -155,9 +155,14 @@ class Decoder:
         return residual.mul_(self._embedding_scale) if self._embedding_scale != 1.0 else residual
 
     def forward(self, ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states [T, H] after the last norm. caches: K and V of every layer, written and read in place."""
+        """Hidden states [T, H] after the last norm, or [M, H] of step.wanted. caches: K and V of every layer, written and read in place.
+
+        Of other tokens the last layer computes no more than what it leaves in its cache and asks of it: 3 % of 32 layers' products.
+        """
+        wanted = step.wanted
         if ops.one_row and step.token_ids.shape[0] == 1:
-            return one_row.forward(self, ops, step, caches)
+            only_one = one_row.forward(self, ops, step, caches)
+            return only_one if wanted is None else only_one.index_select(0, wanted)
         eps = self.config.rms_norm_eps
         residual = self.embed(ops, step.token_ids)
         first = self.layers[0]
@@ -165,7 +170,9 @@ class Decoder:
         x = ops.rms_norm_rows(residual, first.attention_norm, eps, rows) if rows else ops.rms_norm(residual, first.attention_norm, eps)
         for index, layer in enumerate(self.layers):
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
-            x = layer.attention.forward(ops, x, step, *caches[index])
+            only = wanted if following is None else None
+            x = layer.attention.forward(ops, x, step, *caches[index], only)
+            residual = residual if only is None else residual.index_select(0, only)
             x = self.add(ops, x, layer.post_attention_norm, residual, layer.feed_forward_norm, activations(layer.feed_forward))
             x = layer.feed_forward.forward(ops, x)
             norm = self.norm if following is None else following.attention_norm
