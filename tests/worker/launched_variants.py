@@ -77,8 +77,9 @@ def start(worker: TorchExecutor) -> tuple[ReplayedHere, MixedHere]:
     """What loading launches on a GPU; gives the graphs."""
     padding, null = worker.state.padding, torch.zeros(1, dtype=torch.int32)
     worker.cache.copy(worker.ops, null, null)
-    prefill_step(worker, BUDGET, LENGTH, ROWS)
-    prefill_step(worker, 960, 960, 1)
+    prefill_step(worker, BUDGET, LENGTH, ROWS, whole=True)
+    prefill_step(worker, 960, 960, 1, whole=True)
+    prefill_step(worker, 2, 2, 1)
     for size in warm_sizes(ROWS):
         prefill_step(worker, size, 1, size)
         worker._decode(torch.full((size,), padding, dtype=torch.int32))
