@@ -199,12 +199,12 @@ def packed_gemv(
     config = (PACKED or UNMEASURED).of(weight.rows, weight.columns) if config is None else config
     width = weight.rows // 2 if weight.paired else weight.rows
     out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
-    column_tiles, depth = weight.words.shape[1], x.shape[1]
+    column_tiles, depth, early = weight.words.shape[1], x.shape[1], config.early and configs.arch(x.device) >= 90
     _packed_gemv[(triton.cdiv(weight.rows, config.rows),)](
         weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, depth, weight.scales.stride(0), column_tiles, eps,
-        config.rows, config.slices, config.stages, config.early, depth % (128 * config.slices) == 0, weight.group,
+        config.rows, config.slices, config.stages, early, depth % (128 * config.slices) == 0, weight.group,
         weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, not INTERPRETED,
-        num_warps=config.warps, launch_pdl=config.early,
+        num_warps=config.warps, launch_pdl=early,
     )  # fmt: skip
     return out
 
@@ -261,11 +261,12 @@ def scaled_gemv(
     configs.check_e4m3(x.device)
     width, depth = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
     config = (SCALED or UNMEASURED).of(*weight.shape) if config is None else config
+    early = config.early and configs.arch(x.device) >= 90
     out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
     _scaled_gemv[(triton.cdiv(weight.shape[0], config.rows),)](
         weight, scales, x, gamma, bias, out, width, depth, eps,
-        config.rows, config.slices, config.stages, config.early, depth % (128 * config.slices) == 0,
+        config.rows, config.slices, config.stages, early, depth % (128 * config.slices) == 0,
         gamma is not None, gated, residual is not None, bias is not None, INTERPRETED,
-        num_warps=config.warps, launch_pdl=config.early,
+        num_warps=config.warps, launch_pdl=early,
     )  # fmt: skip
     return out
