@@ -9,6 +9,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from pagecast.bench import model_shapes, results, workloads
 from pagecast.bench.engines import EngineOptions, Pagecast, Peer
@@ -22,6 +23,9 @@ VARIANTS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "fp8_kv": ({"kv_cache_dtype": "fp8"}, ("context1k",)),
 }
 """Options of serve, and what is run with them. context1k counts decodes alone: what its prompts take once they are cached comes off."""
+STARTED_TOGETHER = (("bf16", "int4"), ("fp8", "fp8_kv"))
+BLOCKS = {"bf16": 18432, "int4": 4096, "fp8": 11264, "fp8_kv": 18432}
+"""Of KV, of 16 tokens, enough for these workloads: engines that start together cannot measure what memory there is. 65 GB at the most."""
 RATIOS = {
     "quantization.int4.batch1.ratio_bf16": ("int4", "single"), "quantization.int4.batch64.ratio_bf16": ("int4", "uniform64"),
     "quantization.fp8.batch1.ratio_bf16": ("fp8", "single"), "quantization.fp8.batch256.ratio_bf16": ("fp8", "decode"),
@@ -35,7 +39,7 @@ ONCE = {("llama70b", "seed64")}
 LONG = ("decode", "seed64")
 """Workloads that are not run untimed first: shorter ones have gone before."""
 SHARE = 0.45
-"""Of memory, for the 8B shape: a peer is resident too."""
+"""Of memory, for the 8B shape: a peer, or a second engine, is resident too."""
 PARTS = ("8b", "vllm", "memory", "70b", "moe")
 """In this order."""
 Figures = dict[str, float]
@@ -80,11 +84,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dense(metrics: Figures, args: argparse.Namespace) -> None:
-    for name, (options, loads) in VARIANTS.items():
-        if name in args.variants:
-            for load, seconds in _seconds("llama8b", options, loads, args, SHARE):
-                metrics[f"quantization.{name}.{load}.s"] = seconds
-                _compare(metrics)
+    for names in STARTED_TOGETHER:
+        wanted = [name for name in names if name in args.variants]
+        with ThreadPoolExecutor(len(names)) as pool:
+            options = {name: VARIANTS[name][0] | {"num_blocks": str(BLOCKS[name])} for name in wanted}
+            started = {name: pool.submit(_engine, "llama8b", options[name], SHARE) for name in wanted}
+        engines = {name: one.result() for name, one in started.items() if one.exception() is None}
+        try:
+            for name in wanted:
+                for load, seconds in _measured(started[name].result(), _label("llama8b", VARIANTS[name][0]), VARIANTS[name][1], args):
+                    metrics[f"quantization.{name}.{load}.s"] = seconds
+                    _compare(metrics)
+        finally:
+            for engine in engines.values():
+                engine.close()
 
 
 def _compare(metrics: Figures) -> None:
@@ -154,13 +167,24 @@ def _run(engine: Pagecast, load: str, repetition: int) -> float:
     return _timed(engine, load, 1) - _timed(engine, f"{load}_start", 1)
 
 
+def _label(shape: str, options: dict[str, str]) -> str:
+    return f"{shape} {' '.join(f'{name}={value}' for name, value in options.items()) or 'bf16'}"
+
+
 def _seconds(
     shape: str, options: dict[str, str], loads: tuple[str, ...], args: argparse.Namespace, share: float
 ) -> Iterator[tuple[str, float]]:
-    """Median seconds of each workload, as soon as it is done."""
-    label = " ".join(f"{name}={value}" for name, value in options.items()) or "bf16"
+    """Median seconds of each workload, as soon as it is done, by an engine of its own."""
     engine = _engine(shape, options, share)
-    progress = Progress(len(loads) * (args.warmup + args.repetitions))
+    try:
+        yield from _measured(engine, _label(shape, options), loads, args)
+    finally:
+        engine.close()
+
+
+def _measured(engine: Pagecast, label: str, loads: tuple[str, ...], args: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Median seconds of each workload, as soon as it is done. label begins with the shape."""
+    progress, shape = Progress(len(loads) * (args.warmup + args.repetitions)), label.split()[0]
     try:
         for load in loads:
             warmup = max(args.warmup, 1) if load == "context1k" else 0 if load in LONG else args.warmup
@@ -168,11 +192,10 @@ def _seconds(
             for repetition in range(warmup + (1 if (shape, load) in ONCE else args.repetitions)):
                 seconds = _run(engine, load, repetition + 1)
                 taken += [seconds] if repetition >= warmup else []
-                progress.advance(f"{shape} {label} · {load} {seconds:.3f} s")
+                progress.advance(f"{label} · {load} {seconds:.3f} s")
             yield load, statistics.median(taken)
     finally:
         progress.close()
-        engine.close()
 
 
 def _memory(metrics: Figures, args: argparse.Namespace) -> None:
