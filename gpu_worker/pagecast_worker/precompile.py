@@ -237,6 +237,9 @@ def launch_all(request: dict[str, Any]) -> None:
             TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)
     for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token(), measured=True):
         TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
+    if shape.experts is not None:  # whose launches go by how many tokens there are, in graphs or not
+        for power in range(request["max_num_batched_tokens"].bit_length()):
+            prefill_step(worker, 1 << power, 1 << power, 1, whole=True)
 
 
 def build_launcher(kernel: Any) -> None:
