@@ -154,7 +154,7 @@ def _packed_gemv(
             p = tl.load(first + at * 1024, eviction_policy="evict_first")
         else:
             p = tl.load(first + at * 1024, inside[:, None, None], 0, eviction_policy="evict_first")
-        p = p.reshape(SLICES, 2, ROWS // 16, 8, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6).reshape(R, 16)
+        p = p.reshape(SLICES, 2, ROWS // 16, 8, 16).permute(0, 2, 1, 3, 4).reshape(R, 16)
         x = _slices(x_ptr, at, K, SLICES, COLUMNS, EVEN)
         if NORM:
             gamma = _slices(gamma_ptr, at, K, SLICES, COLUMNS, EVEN)
@@ -163,6 +163,8 @@ def _packed_gemv(
             else:
                 x *= gamma
                 squares += _squares(x_ptr, at, K, SLICES, EVEN)
+        # Of sixteen columns each thread holds four that lie side by side in memory; x is put into that order.
+        x = x.reshape(COLUMNS, 8, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(COLUMNS, 128)
         here = at + row_slice
         if ZEROS and GROUP:
             z = tl.load(zeros_ptr + here * scale_stride + row, here < column_tiles, 8.0)
