@@ -1,6 +1,7 @@
 """Every operator as a Triton launcher, under the names and signatures of `reference`. All may be captured in a CUDA graph:
 no launcher tunes, waits for the device, or allocates by value."""
 
+from pagecast_kernels import cache_keys  # noqa: F401  (keys of kernels are the same in all processes from here on)
 from pagecast_kernels.decode_flat import StepWorkspace, paged_decode, step_workspace
 from pagecast_kernels.elementwise import copy_blocks, embedding, gelu_mul, silu_mul
 from pagecast_kernels.experts import experts_workspace, mixture

@@ -14,7 +14,7 @@ from pagecast.errors import StartError
 
 NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e300", "9" * 30, "0.5")
 READS_NO_NUMBER = {"_text", "_pair", "str", "Names", "assignment"}
-LISTS = {"_bias": "7={}", "_ids": "{},7", "numbers": "{},7"}
+LISTS = {"_bias": "7={}", "_ids": "{},7", "numbers": "{},7", "repetitions_of": "decode={}"}
 
 
 def parsers() -> Iterator[tuple[str, Parser]]:
