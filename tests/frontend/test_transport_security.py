@@ -14,10 +14,14 @@ from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.secure_rig import Authority, secure_channel, write
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pagecast.errors import WrongAccess
 from pagecast_scheduler.frontend import certificates
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.listeners import PortInUse
 from pagecast_scheduler.frontend.main import Frontend, StartError
+from pagecast_scheduler.gateway.backend import Backend
+from pagecast_scheduler.gateway.config import GatewayConfig
+from pagecast_scheduler.gateway.config import check as check_gateway
 
 CHECK = health_pb2.HealthCheckRequest()
 
@@ -82,6 +86,37 @@ async def test_with_a_client_ca_a_handshake_without_its_certificate_fails(folder
     async with secure_channel(rig.frontend.address, authority.pem, expired) as late:
         assert await asked(late) == "UNAVAILABLE"
     await stop_rig(rig)
+
+
+async def test_a_gateway_reaches_front_ends_over_tls_with_its_certificate(folder: Path) -> None:
+    authority = Authority.make(folder)
+    rig = await start_tls(folder, authority, tls_client_ca=str(folder / "ca.pem"))
+    cert, key = authority.issue("gateway", "gateway.example.org")
+    (folder / "other").mkdir()
+    Authority.make(folder / "other")
+    own = str(folder / "ca.pem")
+
+    async def serves(**access: Any) -> bool:
+        config = GatewayConfig(target=rig.frontend.address, **access)
+        backend = Backend([config.target], config.access)
+        try:
+            return await backend.is_serving()
+        finally:
+            await backend.close()
+
+    assert await serves(target_ca=own, target_cert=cert, target_key=key)
+    assert not await serves(target_ca=own)  # shows no certificate
+    assert not await serves(target_tls=True, target_cert=cert, target_key=key)  # the system's authorities do not know the server
+    assert not await serves(target_ca=str(folder / "other" / "ca.pem"), target_cert=cert, target_key=key)
+    assert not await serves(target_ca=own, target_cert=cert, target_key=key, target_name="elsewhere.example.org")
+    assert not await serves()
+    with pytest.raises(WrongAccess, match="cannot read /nowhere"):
+        await serves(target_ca="/nowhere/ca.pem")
+    await stop_rig(rig)
+
+
+def test_a_gateways_certificate_and_its_key_go_together() -> None:
+    assert check_gateway(GatewayConfig(target="localhost:1", target_cert="a.pem")) == "target_cert and target_key go together"
 
 
 async def test_a_new_certificate_is_taken_over_and_a_bad_one_is_not(folder: Path, logged: list[dict[str, Any]]) -> None:

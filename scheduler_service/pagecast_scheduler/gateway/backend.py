@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pagecast.access import Tls
 from pagecast.channel import channel_options, health_method, health_request, health_status, target_of
 from pagecast.errors import RpcError, Unavailable, from_rpc
 from pagecast.v1 import (
@@ -34,8 +35,12 @@ Metadata = tuple[tuple[str, str], ...]
 class _Endpoint:
     """The stubs of one channel."""
 
-    def __init__(self, target: str) -> None:
-        self.channel = grpc.aio.insecure_channel(target_of(target), channel_options([("grpc.use_local_subchannel_pool", 1)]))
+    def __init__(self, target: str, tls: Tls | None) -> None:
+        address, own = target_of(target), ("grpc.use_local_subchannel_pool", 1)
+        if tls is None:
+            self.channel = grpc.aio.insecure_channel(address, channel_options([own]))
+        else:
+            self.channel = grpc.aio.secure_channel(address, tls.credentials(), channel_options([own, *tls.options()]))
         self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
         self.models = model_pb2_grpc.ModelServiceStub(self.channel)
@@ -46,9 +51,9 @@ class _Endpoint:
 class Backend:
     """Every front end behind this gateway. Must be made inside the event loop."""
 
-    def __init__(self, targets: Sequence[str]) -> None:
-        """Raises WrongAccess for a target that is none."""
-        self._endpoints = [_Endpoint(target) for _ in range(CONNECTIONS) for target in targets]
+    def __init__(self, targets: Sequence[str], tls: Tls | None = None) -> None:
+        """Raises WrongAccess for a target that is none, and for files that are of no use to TLS."""
+        self._endpoints = [_Endpoint(target, tls) for _ in range(CONNECTIONS) for target in targets]
         self._turn = itertools.count()
 
     async def close(self) -> None:

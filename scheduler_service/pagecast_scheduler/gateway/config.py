@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pagecast.access import Tls
 from pagecast_scheduler.frontend.config import is_loopback
 
 
@@ -11,7 +12,9 @@ class GatewayConfig:
 
     target: gRPC addresses of the front ends, separated by commas. http_port: None is 8000, 0 lets the system choose; reuse_port: the
     port may be bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest
-    request body. tls_cert, tls_key: PEM files; HTTPS is spoken with them.
+    request body. tls_cert, tls_key: PEM files; HTTPS is spoken with them. target_tls: front ends are spoken to over TLS; target_ca,
+    target_cert, target_key: PEM files of the authority that they are trusted by and of the certificate that they are shown, which mean
+    it too; target_name: the name to expect in their certificates.
     """
 
     target: str
@@ -22,6 +25,11 @@ class GatewayConfig:
     publish: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    target_tls: bool = False
+    target_ca: str | None = None
+    target_cert: str | None = None
+    target_key: str | None = None
+    target_name: str | None = None
     max_message_bytes: int = 8 << 20
     log_format: str = "auto"
     log_level: str = "info"
@@ -30,6 +38,12 @@ class GatewayConfig:
     def port(self) -> int:
         """The port that was asked for."""
         return 8000 if self.http_port is None else self.http_port
+
+    @property
+    def access(self) -> Tls | None:
+        """How front ends are reached; None is plaintext."""
+        given = (self.target_ca, self.target_cert, self.target_key, self.target_name)
+        return Tls(*given) if self.target_tls or any(given) else None
 
 
 def check(config: GatewayConfig) -> str | None:
@@ -42,6 +56,8 @@ def check(config: GatewayConfig) -> str | None:
         return f"max_message_bytes must be 4096 to {1 << 30}, not {config.max_message_bytes}"
     if (config.tls_cert is None) != (config.tls_key is None):
         return "tls_cert and tls_key go together"
+    if (config.target_cert is None) != (config.target_key is None):
+        return "target_cert and target_key go together"
     if not is_loopback(config.host) and config.tls_cert is None and not config.insecure:
         return f"refusing to serve plain HTTP on {config.host}, which other machines can reach; give --tls-cert, or --insecure"
     return None

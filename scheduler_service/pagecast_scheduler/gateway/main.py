@@ -15,6 +15,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagecast.errors import WrongAccess
 from pagecast_scheduler.frontend.event_loop import run_until_done
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.gateway.app import make_app
@@ -108,7 +109,12 @@ async def serve(config: GatewayConfig) -> int:
     except OSError as error:
         print(f"pagecast gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
         return 2
-    backend = Backend(config.target.split(","))
+    try:
+        backend = Backend(config.target.split(","), config.access)
+    except WrongAccess as error:
+        print(f"pagecast gateway: {error}", file=sys.stderr)
+        listener.close()
+        return 2
     app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
     server = Server(uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
