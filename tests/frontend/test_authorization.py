@@ -184,6 +184,15 @@ async def test_a_changed_file_counts_for_the_next_call_and_a_bad_one_does_not(fo
     await stop_rig(rig)
 
 
+def test_a_file_that_lets_nobody_in_is_taken_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(auth_files.log, "warning", lambda event, **fields: said.append(f"{event} {fields['path']}"))
+    nobody, alice = '[principal.alice]\nroles = ["infer"]\n', entry("alice")
+    for text in ("", nobody, nobody + alice):
+        auth_files.read(Path(auth_file(folder, text)))
+    assert said == [f"the auth file holds no token and no certificate's name: nobody may ask {folder / 'auth.toml'}"] * 2
+
+
 async def test_a_token_ends_with_its_time(folder: Path) -> None:
     now = datetime.now(UTC)
     text = PRINCIPALS + entry("alice", expires=now - timedelta(seconds=1)) + entry("later", "alice", expires=now + timedelta(days=1))

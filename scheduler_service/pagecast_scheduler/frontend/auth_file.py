@@ -14,9 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.principals import Principal, Quota, Role
 from pagecast_wire.intake import Priority
+
+log = structlog.get_logger("pagecast.frontend")
 
 _PRINCIPAL_KEYS = {"tenant", "roles", "streams", "queued_requests", "tokens_per_minute", "max_priority", "models", "sans"}
 _TOKEN_KEYS = {"principal", "id", "sha256", "expires"}
@@ -71,9 +75,12 @@ def read(path: Path) -> AuthTable:
         text = f"the auth file {path} has mode {mode:04o}: others may not read it and the group may not write it; use 0600 or 0640"
         raise AuthFileError(text)
     try:
-        return parse(data.decode())
+        table = parse(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, _Wrong) as error:
         raise AuthFileError(f"the auth file {path} is not valid: {error}") from None
+    if not table.tokens and not table.sans:
+        log.warning("the auth file holds no token and no certificate's name: nobody may ask", path=str(path))
+    return table
 
 
 class _Wrong(Exception):
