@@ -16,7 +16,7 @@ _LOG2E = 1.4426950408889634
 PREFIX_ROWS = 128  # query rows of an item of shared_prefix: sequences times the heads that share a KV head
 MAX_SLICES = 32  # programs that may share a row of `sample`
 MAX_CUT_SLICES = 16  # programs that may share a row of `find_cutoffs`
-_PROGRAMS_PER_PROCESSOR = 4  # the most that any decode launch uses
+_PROGRAMS_PER_PROCESSOR = 8  # the most that any decode launch uses
 _KIB = 1024
 _MUCH = 227 * _KIB  # of shared memory: what the measured launches may use
 
@@ -153,8 +153,10 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
         return _small_decode(head_dim, device)
     if head_dim > 128 or group > 16:
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
+    if itemsize == 1 and head_dim > 64 and batch * num_kv_heads >= MANY_PAIRS:  # measured with 8 KV heads of size 128 in groups of 4
+        return Decode(tile=32, warps=1, stages=3, programs=_even(8 * processors(device)))
     if itemsize == 1:
-        return Decode(tile=64, warps=2, stages=3, programs=_PROGRAMS_PER_PROCESSOR * processors(device))
+        return Decode(tile=64, warps=2, stages=3, programs=4 * processors(device))
     if FEW_PAIRS < batch * num_kv_heads <= 1024:
         return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
     return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= FEW_PAIRS else 3) * processors(device))

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.quantized_products import INTERPRETED, columns_of
@@ -22,14 +21,12 @@ from pagecast_kernels.quantized_weights import PackedWeight
 
 class OneRowConfig(NamedTuple):
     """rows: of the weight in a program, a power of two, of packed ones 16, 32 or 64; slices: of 128 columns a step; stages: of the load
-    pipeline; warps: of a program, of which four take tensor-core instructions together; early: started before the launch before it has
-    ended, for which it then waits, with its first weights on their way."""
+    pipeline; warps: of a program, of which four take tensor-core instructions together."""
 
     rows: int
     slices: int
     stages: int
     warps: int
-    early: bool = False
 
 
 class Launches(NamedTuple):
@@ -46,18 +43,10 @@ class Launches(NamedTuple):
 
 UNMEASURED = Launches(OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 4, 4))
 """Launches that run anywhere: the default of a call."""
-PACKED: Launches | None = None
+PACKED: Launches | None = Launches(OneRowConfig(32, 8, 3, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 3, 4))
 """What serving uses for packed_gemv; None where products of several rows, and launches for what surrounds them, are faster."""
-SCALED: Launches | None = None
+SCALED: Launches | None = Launches(OneRowConfig(16, 8, 3, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 3, 4))
 """The same for scaled_gemv."""
-
-
-@triton.jit
-def _begin_early(lines):
-    """Let the next launch begin, send for the lines at these addresses, and wait for the end of the launch before."""
-    gdc_launch_dependents()
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [lines], tl.int32, is_pure=False, pack=1)
-    gdc_wait()
 
 
 @triton.jit
@@ -122,7 +111,7 @@ def _finish(
 @triton.jit
 def _packed_gemv(
     words_ptr, scales_ptr, zeros_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, scale_stride, column_tiles, eps,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     # A tile of the weight: the first eight rows of each 16, 64 bytes each, then the others. Threads read 16 bytes of a row at a time.
@@ -133,10 +122,6 @@ def _packed_gemv(
     program = tl.program_id(0)
     start = words_ptr + (program * ROWS // 64).to(tl.int64) * column_tiles * 1024 + program * ROWS % 64 * 8
     slice, half, word = tl.arange(0, SLICES), tl.arange(0, 2), tl.arange(0, ROWS * 8)
-    if EARLY:
-        step, line = tl.arange(0, 4 * SLICES), tl.arange(0, ROWS // 4)
-        lines = start + step[:, None, None] * 1024 + half[None, :, None] * 512 + line[None, None, :] * 32
-        _begin_early(tl.where((step < column_tiles)[:, None, None], lines, start))
     first = start + slice[:, None, None] * 1024 + half[None, :, None] * 512 + word[None, None, :]
     of_row = tl.arange(0, R)
     row_slice, row = of_row // ROWS, program * ROWS + of_row % ROWS
@@ -201,12 +186,12 @@ def packed_gemv(
     config = (PACKED or UNMEASURED).of(weight.rows, weight.columns) if config is None else config
     width = weight.rows // 2 if weight.paired else weight.rows
     out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
-    column_tiles, depth, early = weight.words.shape[1], x.shape[1], config.early and configs.arch(x.device) >= 90
+    column_tiles, depth = weight.words.shape[1], x.shape[1]
     _packed_gemv[(triton.cdiv(weight.rows, config.rows),)](
         weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, depth, weight.scales.stride(0), column_tiles, eps,
-        config.rows, config.slices, config.stages, early, depth % (128 * config.slices) == 0, weight.group,
+        config.rows, config.slices, config.stages, depth % (128 * config.slices) == 0, weight.group,
         weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, not INTERPRETED,
-        num_warps=config.warps, launch_pdl=early,
+        num_warps=config.warps,
     )  # fmt: skip
     return out
 
@@ -214,7 +199,7 @@ def packed_gemv(
 @triton.jit
 def _scaled_gemv(
     weight_ptr, scale_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps,
-    ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = SLICES * ROWS
@@ -222,10 +207,6 @@ def _scaled_gemv(
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     begin = tl.program_id(0) * OUTPUTS
     unit, of_row = tl.arange(0, ROWS), tl.arange(0, R)
-    if EARLY:
-        step, line_row = tl.arange(0, 4 * SLICES), tl.minimum(begin + unit % OUTPUTS, N - 1) + unit // OUTPUTS * N
-        lines = weight_ptr + line_row.to(tl.int64)[:, None] * K + tl.minimum(step * 128, K - 1)[None, :]
-        _begin_early(lines)
     row = tl.minimum(begin + of_row % ROWS % OUTPUTS, N - 1) + of_row % ROWS // OUTPUTS * N
     first = weight_ptr + row.to(tl.int64)[:, None] * K
     column = (of_row // ROWS * 128)[:, None] + tl.arange(0, 128)[None, :]
@@ -263,12 +244,11 @@ def scaled_gemv(
     configs.check_e4m3(x.device)
     width, depth = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
     config = (SCALED or UNMEASURED).of(*weight.shape) if config is None else config
-    early = config.early and configs.arch(x.device) >= 90
     out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
     _scaled_gemv[(triton.cdiv(weight.shape[0], config.rows),)](
         weight, scales, x, gamma, bias, out, width, depth, eps,
-        config.rows, config.slices, config.stages, early, depth % (128 * config.slices) == 0,
+        config.rows, config.slices, config.stages, depth % (128 * config.slices) == 0,
         gamma is not None, gated, residual is not None, bias is not None, INTERPRETED,
-        num_warps=config.warps, launch_pdl=early,
+        num_warps=config.warps,
     )  # fmt: skip
     return out

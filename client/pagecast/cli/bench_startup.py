@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="FOLDER",
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="for --checkpoint, which has none; the prompt is ids")
-    parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; the last is reported as the warm one")
+    parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; the last of several is reported as the warm one")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
     parser.set_defaults(usage_error=parser.error)
 
@@ -108,9 +108,9 @@ def write_checkpoint(folder: str, shape: str) -> None:
 
 
 def metrics_of(name: str, starts: list[dict[str, Any]]) -> dict[str, float]:
-    """startup.NAME.first and .last: seconds, also of the phases; startup.NAME.kv_tokens."""
+    """startup.NAME.first, and .last of several: seconds, also of the phases; startup.NAME.kv_tokens."""
     metrics: dict[str, float] = {f"startup.{name}.kv_tokens": starts[-1]["kv_tokens"]}
-    for which, found in (("first", starts[0]), ("last", starts[-1])):
+    for which, found in zip(("first", "last"), (starts[0], *starts[1:][-1:]), strict=False):
         shown = {key: value for key, value in found.items() if key not in ("kv_tokens", "phases")}
         shown |= {f"phases.{phase}": seconds for phase, seconds in found["phases"].items()}
         metrics |= {f"startup.{name}.{which}.{key}": value for key, value in shown.items()}
