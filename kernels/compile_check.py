@@ -236,10 +236,6 @@ def byte_cache_variants(dtype: torch.dtype) -> Iterator[Variant]:
         scales = {"k_scale": torch.ones(kv_heads), "v_scale": torch.ones(kv_heads)}
         args = (q, cache, cache, _ints(2, 64), _ints(2))
         yield f"paged_decode h{dim} e4m3{name}", lambda a=args, s=scales: decode.paged_decode(*a, _ints(2), 0.1, **s)
-        launch, tiles = configs.Decode(tile=64, warps=2, stages=3, programs=4), decode_flat.tile_list(2, 64, 16, 64, "cpu")
-        work = decode.decode_workspace(2, heads, kv_heads, dim, "cpu")
-        flat = (q, cache, cache, _ints(2), 0.1, 0.0, tiles, work, q, launch, *scales.values())
-        yield f"paged_decode list h{dim} e4m3{name}", lambda a=flat: decode_flat.launch(*a)
         yield (
             f"paged_prefill h{dim} e4m3{name}",
             lambda a=args, s=scales: prefill.paged_prefill(*a, _ints(3), _ints(2), 0.1, max_query_len=64, **s),

@@ -8,7 +8,7 @@ without loss, so each thread holds whole rows of a product's operands, and tiles
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -160,18 +160,6 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
     if FEW_PAIRS < batch * num_kv_heads <= 1024:
         return Decode(tile=64, warps=4, stages=3, programs=2 * processors(device))
     return Decode(tile=64, warps=2, stages=3, programs=(2 if batch * num_kv_heads <= FEW_PAIRS else 3) * processors(device))
-
-
-BYTES: Decode | None = None
-"""Launch of decode_flat over a cache of e4m3, from MANY_PAIRS on, on Hopper; programs: on each processor. None: decode.paged_decode."""
-
-
-def decode_bytes(batch: int, num_kv_heads: int, head_dim: int, device: torch.device | str) -> Decode | None:
-    """Launch of decode_flat.paged_decode over a cache of e4m3; None where decode.paged_decode does it."""
-    if BYTES is None or head_dim != 128 or batch * num_kv_heads < MANY_PAIRS or arch(device) != 90:
-        return None
-    programs = BYTES.programs * processors(device)
-    return replace(BYTES, programs=_even(programs) if _is_power_of_2(num_kv_heads) else programs)
 
 
 def _wide_decode(device: torch.device | str) -> Decode:

@@ -35,31 +35,6 @@ def _lanes(words, ASM: tl.constexpr):
 
 
 @triton.jit
-def even_and_odd(q, ROWS: tl.constexpr, HALF: tl.constexpr):
-    """The even and the odd lanes, float16, of q [ROWS, 2 · HALF]."""
-    return tl.split(q.to(tl.float16).reshape(ROWS, HALF, 2))
-
-
-@triton.jit
-def together(even, odd):
-    """What even_and_odd took apart."""
-    return tl.join(even, odd).reshape(even.shape[0], 2 * even.shape[1])
-
-
-@triton.jit
-def add_bytes(q_even, q_odd, k_words, v_words, here, scale, softcap, top, total, even, odd, SOFTCAP: tl.constexpr, ASM: tl.constexpr):
-    """Add a tile of words [tokens, HALF] of K and V to the state (top, total, even, odd)."""
-    k_even, k_odd = _lanes(k_words.trans(), ASM)
-    scores = capped(tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale, softcap, SOFTCAP)
-    scores = tl.where(here[None, :], scores, float("-inf"))
-    weights, decay, top, total = weigh(scores, top, total, False)
-    v_even, v_odd = _lanes(v_words, ASM)
-    even = tl.dot(weights.to(tl.float16), v_even, even * decay[:, None])
-    odd = tl.dot(weights.to(tl.float16), v_odd, odd * decay[:, None])
-    return top, total, even, odd
-
-
-@triton.jit
 def attend_bytes(
     q, k_ptr, v_ptr, table, kv_head, length, first, count, scale, softcap,
     ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
@@ -68,7 +43,7 @@ def attend_bytes(
     """See decode.attend. k_ptr, v_ptr: int16 words of two values; scale holds K's, the values lack V's."""
     HALF: tl.constexpr = LANES // 2
     WORDS: tl.constexpr = DIM // 2
-    q_even, q_odd = even_and_odd(q, ROWS, HALF)
+    q_even, q_odd = tl.split(q.to(tl.float16).reshape(ROWS, HALF, 2))
     top, total, even = nothing_seen(ROWS, HALF)
     odd = tl.zeros((ROWS, HALF), tl.float32)
     token = first * TILE + tl.arange(0, TILE)
@@ -82,5 +57,11 @@ def attend_bytes(
             here = here & (token >= length - WINDOW)
         token += TILE
         block = blocks_of(table, token, length, BLOCK_SIZE)
-        top, total, even, odd = add_bytes(q_even, q_odd, k_words, v_words, here, scale, softcap, top, total, even, odd, SOFTCAP, ASM)
-    return top, total, together(even, odd)
+        k_even, k_odd = _lanes(k_words.trans(), ASM)
+        scores = capped(tl.dot(q_odd, k_odd, tl.dot(q_even, k_even)) * scale, softcap, SOFTCAP)
+        scores = tl.where(here[None, :], scores, float("-inf"))
+        weights, decay, top, total = weigh(scores, top, total, False)
+        v_even, v_odd = _lanes(v_words, ASM)
+        even = tl.dot(weights.to(tl.float16), v_even, even * decay[:, None])
+        odd = tl.dot(weights.to(tl.float16), v_odd, odd * decay[:, None])
+    return top, total, tl.join(even, odd).reshape(ROWS, LANES)

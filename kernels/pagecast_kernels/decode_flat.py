@@ -3,7 +3,7 @@
 As in `decode`, programs take equal contiguous shares of all tiles. There, a program goes from one (sequence, KV head) to the next
 and waits each time for lengths, block ids and the first K to arrive, which is most of the time where sequences are short. Here a
 list of tiles is made once per step, for all layers: a program's loop reads it a tile ahead, so that K and V of the next sequence are
-under way while the one before is finished. A cache of e4m3 is read as in `decode_bytes`.
+under way while the one before is finished.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pagecast_kernels import configs, decode
 from pagecast_kernels.decode import DecodeWorkspace, combine, decode_workspace
-from pagecast_kernels.decode_bytes import INTERPRETED, add_bytes, even_and_odd, together
 from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen
 from pagecast_kernels.paging import heads_at, load_tile, runs_of, zero_padding
 from pagecast_kernels.shares import add_members, arrives_last, owner, share_of, store_part
@@ -146,15 +145,11 @@ def _arrive(
 @triton.jit(do_not_specialize=["batch"])
 def _decode_flat(
     q_ptr, k_ptr, v_ptr, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr,
-    batch, scale, softcap, k_scale_ptr, v_scale_ptr,
+    batch, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, ASM: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
     TEAM: tl.constexpr,
 ):  # fmt: skip
-    # SCALED: the caches are words of two bytes, see decode_bytes; values are held as even and odd lanes.
-    WIDTH: tl.constexpr = DIM // 2 if SCALED else DIM
-    PLACES: tl.constexpr = LANES // 2 if SCALED else LANES
     OWN: tl.constexpr = triton.next_power_of_2(GROUP)
     PARTS: tl.constexpr = max(WARPS * 1024 // (OWN * LANES), 1)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -171,25 +166,18 @@ def _decode_flat(
         block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
         # The first (sequence, KV head), for the end.
         first_begin, first_own, first_place, first_head = kv_head * tiles + first, own, place, kv_head
-        top, total, values = nothing_seen(ROWS, PLACES)
-        if SCALED:
-            odd = tl.zeros((ROWS, PLACES), tl.float32)
-            q_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
-            q_even, q_odd = even_and_odd(tl.load(heads_at(q_ptr, q_row, row, lane, DIM), held, 0.0), ROWS, PLACES)
-            k_scale = scale * tl.load(k_scale_ptr + kv_head)
+        top, total, values = nothing_seen(ROWS, LANES)
         for at in tl.range(begin, end, num_stages=STAGES):
             head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
-            this_head = kv_head
-            if not SCALED:
-                q = tl.load(heads_at(q_ptr, head_row, row, lane, DIM), held, 0.0)
+            q = tl.load(heads_at(q_ptr, head_row, row, lane, DIM), held, 0.0)
             if BLOCK_SIZE > TILE:
                 inner = (tile - first) * TILE % BLOCK_SIZE + offset
             else:
                 inner = offset % BLOCK_SIZE
-            run = runs_of(block, inner, kv_head, NUM_KV_HEADS, BLOCK_SIZE, WIDTH)
+            run = runs_of(block, inner, kv_head, NUM_KV_HEADS, BLOCK_SIZE, DIM)
             here = offset < left
-            k = load_tile(k_ptr, run, here, WIDTH, PLACES, True)
-            v = load_tile(v_ptr, run, here, WIDTH, PLACES, True)
+            k = load_tile(k_ptr, run, here, DIM, LANES, True)
+            v = load_tile(v_ptr, run, here, DIM, LANES, True)
             head_begin = kv_head * tiles + first
             done = at + 1 == head_begin + own
             began = head_begin >= begin
@@ -201,27 +189,14 @@ def _decode_flat(
             own, left = tl.load(tiles_ptr + 4 * tile + 2), tl.load(tiles_ptr + 4 * tile + 3)
             block = tl.load(blocks_ptr + tile * IDS + offset // BLOCK_SIZE)
 
-            if SCALED:
-                top, total, values, odd = add_bytes(q_even, q_odd, k, v, here, k_scale, softcap, top, total, values, odd, SOFTCAP, ASM)
-            else:
-                scores = capped(tl.dot(q, k.trans(), input_precision="ieee") * scale, softcap, SOFTCAP)
-                scores = tl.where(here[None, :], scores, float("-inf"))
-                top, total, values = add_tile(scores, v, top, total, values, False)
+            scores = capped(tl.dot(q, k.trans(), input_precision="ieee") * scale, softcap, SOFTCAP)
+            scores = tl.where(here[None, :], scores, float("-inf"))
+            top, total, values = add_tile(scores, v, top, total, values, False)
             if done:
-                if SCALED:
-                    whole = together(values, odd) * tl.load(v_scale_ptr + this_head)
-                else:
-                    whole = values
                 _finish(
-                    top, total, whole, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, True
+                    top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, True
                 )  # fmt: skip
-                top, total, values = nothing_seen(ROWS, PLACES)
-                if SCALED:
-                    odd = tl.zeros((ROWS, PLACES), tl.float32)
-                    q_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
-                    q = tl.load(heads_at(q_ptr, q_row, row, lane, DIM), held & (at + 1 < end), 0.0)
-                    q_even, q_odd = even_and_odd(q, ROWS, PLACES)
-                    k_scale = scale * tl.load(k_scale_ptr + kv_head, at + 1 < end, 0.0)
+                top, total, values = nothing_seen(ROWS, LANES)
 
         if TEAM > 0:  # what the first tile belonged to, read again, as the loop needs the registers
             tiles = tl.load(count_ptr)
@@ -237,11 +212,7 @@ def _decode_flat(
         head_row = (place.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP
         if head_begin + own > end:
             began = head_begin >= begin
-            if SCALED:
-                part = together(values, odd) * tl.load(v_scale_ptr + kv_head)
-            else:
-                part = values
-            _finish(top, total, part, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, False)
+            _finish(top, total, values, began, program, head_row, out_ptr, parts_ptr, stats_ptr, held, row, lane, GROUP, DIM, False)
         tl.debug_barrier()
         if (first_begin < begin) & (first_begin + first_own <= end):
             _arrive(
@@ -261,20 +232,16 @@ def _decode_flat(
 
 def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, softcap: float, tiles: TileList,
-    workspace: DecodeWorkspace, out: Tensor, config: configs.Decode, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    workspace: DecodeWorkspace, out: Tensor, config: configs.Decode,
 ) -> Tensor:  # fmt: skip
     """decode.paged_decode over a list of tiles; config.tile is the list's."""
-    if k_scale is not None:
-        configs.check_e4m3(q.device)
-        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     factor, cap = configs.score_scale(scale, softcap)
     _decode_flat[(config.programs,)](
         q, k_cache, v_cache, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
-        workspace.counters, workspace.teams, workspace.parts, workspace.stats, batch, factor, cap, k_scale, v_scale,
-        num_kv_heads, group, block_size, dim, softcap != 0.0, k_scale is not None, not INTERPRETED,
-        max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim),
+        workspace.counters, workspace.teams, workspace.parts, workspace.stats, batch, factor, cap,
+        num_kv_heads, group, block_size, dim, softcap != 0.0, max(triton.next_power_of_2(group), 16), triton.next_power_of_2(dim),
         tiles.tile, _blocks_a_tile(tiles.tile, block_size), config.stages, config.warps, config.team,
         num_warps=config.warps, maxnreg=config.registers,
     )  # fmt: skip
@@ -320,10 +287,8 @@ def step_workspace(max_seqs: int, num_heads: int, num_kv_heads: int, head_dim: i
 
 
 def suits(q: Tensor, k_cache: Tensor, window: int = 0, k_scale: Tensor | None = None) -> bool:
-    """Whether this kernel takes the case: head sizes up to 128, no window; of scaled bytes what has a launch."""
-    if k_scale is not None and configs.decode_bytes(q.shape[0], k_cache.shape[1], q.shape[2], q.device) is None:
-        return False
-    return q.shape[2] <= 128 and q.shape[1] // k_cache.shape[1] <= 16 and not window
+    """Whether this kernel takes the case: head sizes up to 128, no window, no scaled bytes."""
+    return q.shape[2] <= 128 and q.shape[1] // k_cache.shape[1] <= 16 and not window and k_scale is None
 
 
 def paged_decode(
@@ -343,13 +308,12 @@ def paged_decode(
     if not q.shape[0]:
         return out
     (batch, _, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
-    if k_scale is None and configs.is_hopper(q.device):
+    if configs.is_hopper(q.device):
         from pagecast_kernels import decode_hopper  # Gluon, which only this GPU needs
 
         if (hopper := decode_hopper.launch_for(q, k_cache, softcap)) is not None:
             tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
             return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
-    config = configs.decode_bytes(batch, num_kv_heads, dim, q.device) if k_scale is not None else None
-    config = configs.decode_flat(batch, num_kv_heads, dim, q.device, q.element_size()) if config is None else config
+    config = configs.decode_flat(batch, num_kv_heads, dim, q.device, q.element_size())
     tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
-    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config, k_scale, v_scale)
+    return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config)

@@ -10,7 +10,7 @@ import pytest
 from pagecast.bench import figures, load, results, workloads
 from pagecast.bench.engines import named_values, shifted
 from pagecast.cli import bench_report, bench_serve, bench_throughput
-from pagecast.cli.bench_startup import Phases
+from pagecast.cli.bench_startup import Phases, metrics_of
 
 TARGETS = Path(__file__).parents[2] / "benchmarks" / "targets.toml"
 
@@ -165,3 +165,9 @@ def test_a_workload_has_repetitions_of_its_own(tmp_path: Path, monkeypatch: pyte
     for wrong in ("decode", "dance=1", "decode=0"):
         with pytest.raises(SystemExit):
             parser.parse_args(["--repetitions-of", wrong])
+
+
+def test_one_start_is_not_told_as_one_with_a_full_cache() -> None:
+    cold, warm = ({"first_token_s": seconds, "kv_tokens": 9, "phases": {"start": 1.0}} for seconds in (54.5, 11.9))
+    assert set(metrics_of("m", [cold])) == {"startup.m.kv_tokens", "startup.m.first.first_token_s", "startup.m.first.phases.start"}
+    assert metrics_of("m", [cold, warm, warm])["startup.m.last.first_token_s"] == 11.9

@@ -7,10 +7,9 @@ from pagecast_kernels import configs, decode, decode_flat, reference
 
 
 def both(
-    case: paged_case.PagedCase, config: configs.Decode, *, softcap: float = 0.0, calls: int = 1,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    case: paged_case.PagedCase, config: configs.Decode, *, softcap: float = 0.0, calls: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """decode_flat's result of the last of so many calls with one workspace, and float64's. scales: of KV heads, for caches of e4m3."""
+    """decode_flat's result of the last of so many calls with one workspace, and float64's."""
     (batch, heads, dim), (kv_heads, size) = case.q.shape, case.k_cache.shape[1:3]
     work = decode.decode_workspace(batch, heads, kv_heads, dim, "cpu")
     tables = (case.block_table, case.rows, case.seq_lens)
@@ -18,9 +17,7 @@ def both(
     decode_flat.list_tiles(tiles, *tables, size)
     for _ in range(calls):
         got = torch.full_like(case.q, float("nan"))
-        decode_flat.launch(case.q, case.k_cache, case.v_cache, case.seq_lens, 0.1, softcap, tiles, work, got, config, *(scales or ()))
+        decode_flat.launch(case.q, case.k_cache, case.v_cache, case.seq_lens, 0.1, softcap, tiles, work, got, config)
         assert not work.counters.any() and not work.teams.any()
     exact = case.to(torch.float64)
-    by_head = scales or (torch.ones(kv_heads), torch.ones(kv_heads))
-    k, v = (cache * scale.double()[:, None, None] for cache, scale in zip((exact.k_cache, exact.v_cache), by_head, strict=True))
-    return got, reference.paged_decode(exact.q, k, v, *tables, 0.1, softcap=softcap)
+    return got, reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, 0.1, softcap=softcap)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint", metavar="FOLDER",
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="for --checkpoint, which has none; the prompt is ids")
-    parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; the last of several is reported as the warm one")
+    parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; of several the last is the warm one")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
     parser.set_defaults(usage_error=parser.error)
 
