@@ -4,10 +4,12 @@ First one setting of each of the tiles that promise most, by a model, and what i
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from pagecast_kernels import cublaslt_search as settings
+from pagecast_kernels import cublaslt_tiles
 from pagecast_kernels.cublaslt import Algorithm, Library, Problem
 from pagecast_kernels.cublaslt_search import CLUSTERS, SMALL_CLUSTERS, Family
 from pagecast_kernels.cublaslt_tiles import Pair
@@ -36,6 +38,8 @@ FEW_ROWS = Plan(64, 48, (_ONE, _TWO_COLUMNS, _TWO_ROWS), 5, SMALL_CLUSTERS, (0,)
 MANY_ROWS = Plan(16, 12, (_TWO_COLUMNS, _TWO_ROWS), 2, (_TWO_COLUMNS, _TWO_ROWS), (0, 1), 16)
 """Each takes milliseconds, and tiles matter less, the more of them there are."""
 MOST_FEW_ROWS = 1024
+NEAR = 1.08
+"""What takes at most so many times as long as the fastest is near it."""
 
 
 def plan_for(rows: int) -> Plan:
@@ -54,6 +58,19 @@ def shortlist(
     for search in searches:
         taken |= stopwatch([each for each in search.closer(plan, sorted(taken, key=taken.__getitem__)) if each not in taken])
     return sorted(taken, key=taken.__getitem__)
+
+
+def varied(lib: Library, us: Mapping[Algorithm, float], most: int) -> list[Algorithm]:
+    """Of what is near the fastest by these times: it, the next with a larger tile, and then in turn the fastest of another shape of cluster
+    and of another tile. They differ in the energy that they need, which their times alone do not tell."""
+    near = [each for each in sorted(us, key=us.__getitem__) if us[each] <= NEAR * min(us.values())]
+    tile_of = {each: settings.value_of(lib, each, settings.TILE) for each in near}
+    cluster_of = {each: settings.value_of(lib, each, settings.CLUSTER) for each in near}
+    area_of = {each: math.prod(cublaslt_tiles.TILES.get(tile_of[each], (0, 0))) for each in near}
+    larger = [each for each in near if area_of[each] > area_of[near[0]]][:1]
+    firsts = ([next(each for each in near if of[each] == value) for value in dict.fromkeys(of.values())] for of in (cluster_of, tile_of))
+    in_turn = (each for both in itertools.zip_longest(*firsts) for each in both if each is not None)
+    return list(dict.fromkeys([*near[:1], *larger, *in_turn]))[:most]
 
 
 def _by_number(lib: Library, proposed: Iterable[Algorithm]) -> dict[int, list[Algorithm]]:

@@ -15,7 +15,9 @@ DECODE_ROWS = (2, 4, *range(8, 257, 8))
 """The batch sizes that serving has graphs for, most of them."""
 MIXED_ROWS = (*range(320, 1024, 64), *range(1024, 2048, 256), *range(2048, 4096, 512), 4096, 8192, 16384)
 """The padded sizes of steps with chunks, and what larger steps are rounded to."""
-LONGER_TIMED, FINALISTS, CARRIED = 20, 6, 6
+LONGER_TIMED, FINALISTS, CARRIED, VARIED = 20, 6, 6, 4
+Shape = tuple[int, int]
+"""Columns and depth of a product's weights."""
 GAIN = 0.99
 """An algorithm is taken where it needs less than this share of the time of what was in its place: the table's, or torch's own choice."""
 
@@ -70,6 +72,9 @@ class Found(NamedTuple):
     timed: int
     wrong: int
     finalists: dict[Algorithm, float]
+    today: Algorithm | None
+    varied: list[Algorithm]
+    """About as fast, by other means; see product_search.varied."""
 
 
 class Tuner:
@@ -101,9 +106,13 @@ class Tuner:
             ranked = sorted(taken := stopwatch(dict.fromkeys(every)), key=taken.__getitem__)
         else:
             ranked = product_search.shortlist(self._lib, problem, carried, stopwatch, self._processors)
-        found = self._contest(case, problem, ranked, today)._replace(timed=len(timed))
+        varied = [each for each in product_search.varied(self._lib, timed, VARIED) if case.is_right(self._product(problem, each))]
+        found = self._contest(case, problem, ranked, today)._replace(timed=len(timed), varied=varied)
         self._best[rows] = found.algorithm
         return found
+
+    def _product(self, problem: cublaslt.Problem, algorithm: Algorithm) -> cublaslt.Product:
+        return cublaslt.Product(self._lib, problem, cublaslt.Algo.of(algorithm))
 
     def _contest(self, case: Case, problem: cublaslt.Problem, ranked: list[Algorithm], today: Algorithm | None) -> Found:
         """The best of the ranked, beside today's and torch's choice."""
@@ -117,7 +126,7 @@ class Tuner:
         us = bench_cases.in_turn(entered, rounds=12 if problem.shape[0] <= product_search.MOST_FEW_ROWS else 5, least_us=1000.0)
         winner, held = choice(us, today)
         finalists = {each: time for each, time in us.items() if each is not None}
-        return Found(winner, us[winner], us[held], us[None], 0, len(made) - len(right), finalists)
+        return Found(winner, us[winner], us[held], us[None], 0, len(made) - len(right), finalists, held, [])
 
 
 def choice(us: Mapping[Algorithm | None, float], today: Algorithm | None) -> tuple[Algorithm | None, Algorithm | None]:
@@ -157,10 +166,10 @@ def quick_us(case: Case, problem: cublaslt.Problem, lib: cublaslt.Library, algor
 
 
 def tune(
-    shapes: Iterable[tuple[int, int]], rows: Iterable[int], *, only_decode: Iterable[tuple[int, int]] = (), exhaustive: bool = False,
+    shapes: Iterable[Shape], rows: Iterable[int], *, only_decode: Iterable[Shape] = (), exhaustive: bool = False,
     report: Callable[[str], None] = print,
-) -> tuple[int, dict[str, dict[str, list[str] | None]], dict[str, float]]:
-    """(library version, products for product_table.write, metrics) of bf16 products with weights of [columns, depth] by these rows.
+) -> tuple[cublaslt.Library, dict[Shape, dict[int, Found]]]:
+    """What is best for bf16 products with these weights by these rows, each alone.
 
     only_decode: shapes that are never asked for more rows than a decode step has. exhaustive: of up to 1,024 rows time all that the
     library's algorithms can be set to, and not only what promises most. Raises OSError, cublaslt.BlasError.
@@ -168,20 +177,35 @@ def tune(
     device = torch.device("cuda", torch.cuda.current_device())
     lib = cublaslt.Library(device)
     table = product_table.load(device, lib)
-    few, found, metrics = set(only_decode), {}, {}
+    few, found = set(only_decode), dict[Shape, dict[int, Found]]()
     for columns, depth in shapes:
         tuner = Tuner(lib, copies(columns, depth, torch.bfloat16, str(device)), table, exhaustive)
-        by_rows: dict[str, list[str] | None] = {}
+        by_rows = found[columns, depth] = {}
         for count in rows:
             if (columns, depth) in few and count > DECODE_ROWS[-1]:
                 continue
-            best = tuner.find(count)
-            by_rows[str(count)] = None if best.algorithm is None else [f"{word:x}" for word in best.algorithm]
-            metrics[f"kernels.tune.{columns}x{depth}.M{count}.ratio"] = best.torch_us / best.us
+            best = by_rows[count] = tuner.find(count)
             report(f"{columns} x {depth}, {count} rows: {best.us:.1f} us, before {best.today_us:.1f} us, torch {best.torch_us:.1f} us")
-        found[f"bfloat16 {columns} {depth}"] = by_rows
         del tuner
-    return lib.version, found, metrics
+    return lib, found
+
+
+def metrics(found: Mapping[Shape, Mapping[int, Found]]) -> dict[str, float]:
+    """How much longer torch's choice takes."""
+    return {
+        f"kernels.tune.{columns}x{depth}.M{rows}.ratio": best.torch_us / best.us
+        for (columns, depth), by_rows in found.items() for rows, best in by_rows.items()
+    }  # fmt: skip
+
+
+def products_json(found: Mapping[Shape, Mapping[int, Found]]) -> dict[str, dict[str, list[str] | None]]:
+    """As product_table.write takes them."""
+    return {
+        f"bfloat16 {columns} {depth}": {
+            str(rows): None if best.algorithm is None else [f"{word:x}" for word in best.algorithm] for rows, best in by_rows.items()
+        }
+        for (columns, depth), by_rows in found.items()
+    }
 
 
 def write_table(version: int, found: dict[str, Any], note: dict[str, Any]) -> str:

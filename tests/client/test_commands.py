@@ -70,6 +70,7 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["bench", "scheduler", "--nano-vllm", "/no/such"], 2, "is no checkout of nano-vllm"),
     (["bench", "kernels", "--parts", "decode,x"], 2, "argument --parts: must be of decode, prefill"),
     (["bench", "kernels", "--exhaustive"], 2, "--exhaustive: says how to tune"),
+    (["bench", "kernels", "--in-step"], 2, "--in-step: says how to tune"),
     (["bench", "report", "--targets", "/no/such"], 2, "cannot read /no/such: No such file or directory"),
     (["serve", "--random-weights", "/no/such"], 2, "random weights are made for the config.json of a folder, and '/no/such' has none"),
     (["gateway", "--target", "localhost", "--http-port", "0"], 2, "an endpoint is HOST:PORT or unix:PATH, not 'localhost'"),

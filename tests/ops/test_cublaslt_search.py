@@ -126,6 +126,18 @@ def test_a_search_finds_the_best_of_the_tiles_that_promise_most(problem: tuple[c
     assert len(few) <= 1 + 2 + 3
 
 
+def test_what_is_near_the_fastest_by_other_means_is_kept(problem: tuple[cublaslt.Library, cublaslt.Problem]) -> None:
+    lib, _ = problem
+    names = ["fastest", "another_option", "cluster_of_2", "larger", "other_tile", "cluster_of_4", "slow"]
+    tiles_and_clusters = ((20, 3), (20, 3), (20, 5), (23, 3), (11, 5), (20, 6), (165, 9))
+    every = {name: (66, tile, 35, place, cluster, 0, 1, 0) for place, (name, (tile, cluster)) in enumerate(zip(names, tiles_and_clusters))}
+    us = {each: 10.0 + 0.1 * place for place, each in enumerate(every.values())} | {every["slow"]: 10.9}
+    assert cublaslt_tiles.TILES[11] < cublaslt_tiles.TILES[20] < cublaslt_tiles.TILES[23]
+    want = [every[name] for name in ("fastest", "larger", "cluster_of_2", "cluster_of_4", "other_tile")]
+    assert product_search.varied(lib, us, 9) == want and product_search.varied(lib, us, 3) == want[:3]
+    assert product_search.varied(lib, {}, 3) == []
+
+
 def test_what_does_not_run_is_not_carried_on(problem: tuple[cublaslt.Library, cublaslt.Problem]) -> None:
     lib, product = problem
     got = product_search.shortlist(lib, product, [], lambda asked: {each: speed(each) for each in asked if each[1] != 165}, 132)

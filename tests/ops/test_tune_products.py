@@ -77,6 +77,13 @@ def test_what_rows_between_take_today_is_what_a_winner_has_to_gain_on(blas: Care
     assert carried == [[SLOW], [SLOW], [SLOW, FAST]]
 
 
+def test_what_is_varied_is_right_and_the_taken_so_far_is_told(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_search, "varied", lambda lib, us, most: [LEAVES_A_ROW, SLOW, ONE_OFF, FAST][:most])
+    found = tuner(blas, monkeypatch, {FAST: 5.0, SLOW: 6.0}, m40=SLOW)[0].find(40)
+    assert (found.varied, found.today, found.algorithm) == ([SLOW, FAST], SLOW, FAST)
+    assert tuner(blas, monkeypatch, {FAST: 5.0}, m40=BROKEN)[0].find(40).today is None, "what does not run is not taken so far"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_real_library_is_searched_and_measured() -> None:
     lib = cublaslt.Library(torch.device("cuda"))

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--exhaustive", action="store_true",
         help="with --tune: up to 1,024 rows time everything that the library's algorithms can be set to, not only what promises most",
     )  # fmt: skip
+    parser.add_argument(
+        "--in-step", action="store_true",
+        help="with --tune: of what is fastest alone take what is fastest together, in decode steps on a hot chip; some 15 s more for each "
+        "number of up to 256 rows",
+    )  # fmt: skip
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
 
 
@@ -88,10 +93,16 @@ def products_of(config: dict[str, Any], ranks: int = 1) -> list[tuple[int, int]]
     return [(queries + 2 * kv_heads * head_dim, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner), (head, hidden)]
 
 
+def kv_bytes_of(config: dict[str, Any], ranks: int = 1) -> int:
+    """That one rank's cache holds of a token in a layer, bf16."""
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return 2 * max(config["num_key_value_heads"] // ranks, 1) * head_dim * 2
+
+
 def tune(args: argparse.Namespace) -> int:
     """Measure every product of the named models and write the table of this GPU."""
     from pagecast.bench import model_shapes, results
-    from pagecast_kernels import cublaslt, tune_products
+    from pagecast_kernels import cublaslt, tune_in_step, tune_products
 
     unknown = [name for name in args.tune if name not in model_shapes.SHAPES]
     if unknown:
@@ -101,14 +112,17 @@ def tune(args: argparse.Namespace) -> int:
     rows = args.tune_rows or [*tune_products.DECODE_ROWS, *tune_products.MIXED_ROWS]
     shapes = list(dict.fromkeys(shape for model in products for shape in model))
     try:
-        version, found, metrics = tune_products.tune(
-            shapes, rows, only_decode=[model[-1] for model in products], exhaustive=args.exhaustive
-        )  # fmt: skip
+        lib, found = tune_products.tune(shapes, rows, only_decode=[model[-1] for model in products], exhaustive=args.exhaustive)
+        metrics = tune_products.metrics(found)
+        for name, model in zip(args.tune, products) if args.in_step else ():
+            kv_bytes = kv_bytes_of(model_shapes.SHAPES[name], args.tensor_parallel_size)
+            for count, together in tune_in_step.tune(lib, model[:-1], found, kv_bytes).items():
+                metrics[f"kernels.tune.{name}.M{count}.ratio"] = together.before_us / together.us
     except (OSError, cublaslt.BlasError) as error:
         print(f"pagecast bench kernels: {error}", file=sys.stderr)
         return 1
     print(results.write(args.results, "tune", metrics, {}))
-    print(tune_products.write_table(version, found, results.provenance(datetime.now(UTC))))
+    print(tune_products.write_table(lib.version, tune_products.products_json(found), results.provenance(datetime.now(UTC))))
     return 0
 
 
@@ -116,9 +130,9 @@ def run(args: argparse.Namespace) -> int:
     from pagecast.bench import results
     from pagecast_kernels import bench_cases
 
-    if not args.tune and (args.exhaustive or args.tune_rows):
-        option = "--exhaustive" if args.exhaustive else "--tune-rows"
-        print(f"pagecast bench kernels: {option}: says how to tune, which --tune asks for", file=sys.stderr)
+    how = {"--exhaustive": args.exhaustive, "--in-step": args.in_step, "--tune-rows": args.tune_rows}
+    if not args.tune and (given := [name for name, value in how.items() if value]):
+        print(f"pagecast bench kernels: {given[0]}: says how to tune, which --tune asks for", file=sys.stderr)
         return 2
     if not bench_cases.has_gpu():
         print("pagecast bench kernels: this machine has no GPU that torch can use", file=sys.stderr)
