@@ -47,6 +47,8 @@ from pagecast_kernels.routing import Routing
 Variant = tuple[str, Callable[[], object]]
 FLOAT32_STACK = 256
 """Bytes of a thread that a kernel of float32 may spill."""
+MEASURED_STACK = {"paged_decode x512 h128 e4m3": 16}
+"""The same of a launch that was measured to be faster than those that spill nothing."""
 
 
 class _Absent:
@@ -235,7 +237,12 @@ def byte_cache_variants(dtype: torch.dtype) -> Iterator[Variant]:
         cache, q = torch.zeros((4, kv_heads, 16, dim)).to(torch.float8_e4m3fn), torch.zeros((2, heads, dim), dtype=dtype)
         scales = {"k_scale": torch.ones(kv_heads), "v_scale": torch.ones(kv_heads)}
         args = (q, cache, cache, _ints(2, 64), _ints(2))
-        yield f"paged_decode h{dim} e4m3{name}", lambda a=args, s=scales: decode.paged_decode(*a, _ints(2), 0.1, **s)
+        for count in (2, configs.MANY_PAIRS):  # launches differ by how many sequences there are
+            lengths, many = (_ints(count, 64), _ints(count), _ints(count)), torch.zeros((count, heads, dim), dtype=dtype)
+            yield (
+                f"paged_decode x{count} h{dim} e4m3{name}",
+                lambda q=many, c=cache, n=lengths, s=scales: decode.paged_decode(q, c, c, *n, 0.1, **s),
+            )
         yield (
             f"paged_prefill h{dim} e4m3{name}",
             lambda a=args, s=scales: prefill.paged_prefill(*a, _ints(3), _ints(2), 0.1, max_query_len=64, **s),
@@ -401,7 +408,7 @@ def main() -> int:
             continue
         for kernel in compiled:
             used = usage(kernel)
-            allowed = FLOAT32_STACK if "float32" in name else 0
+            allowed = FLOAT32_STACK if "float32" in name else MEASURED_STACK.get(name, 0)
             spilled = used["stack"] > allowed and ("paged" in name or "mixture" in name)
             rounds = ".tf32" in kernel.asm["ptx"]
             large = used["shared"] > configs.shared_memory_of(args.arch)
