@@ -95,8 +95,9 @@ def products_of(config: dict[str, Any], ranks: int = 1) -> list[tuple[int, int]]
 
 def kv_bytes_of(config: dict[str, Any], ranks: int = 1) -> int:
     """That one rank's cache holds of a token in a layer, bf16."""
-    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    return 2 * max(config["num_key_value_heads"] // ranks, 1) * head_dim * 2
+    head_dim: int = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    kv_heads: int = config["num_key_value_heads"]
+    return 2 * max(kv_heads // ranks, 1) * head_dim * 2
 
 
 def tune(args: argparse.Namespace) -> int:
