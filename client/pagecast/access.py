@@ -66,6 +66,13 @@ def tls_of(tls: "Tls | bool | None") -> Tls | None:
     return Tls() if tls is True else tls or None
 
 
+def tls_from(
+    encrypted: bool, ca: str | None = None, cert: str | None = None, key: str | None = None, server_name: str | None = None
+) -> Tls | None:  # fmt: skip
+    """What separate options ask for: each of the others means `encrypted` too."""
+    return Tls(ca, cert, key, server_name) if encrypted or any((ca, cert, key, server_name)) else None
+
+
 def token_metadata(target: str, token: str | None, is_encrypted: bool) -> Sequence[tuple[str, str]]:
     """The metadata that carries a token. Raises WrongAccess where it would cross a network in plaintext, or is no token."""
     if token is None:

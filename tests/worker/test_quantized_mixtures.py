@@ -14,7 +14,7 @@ from worker.family_model import NUM_BLOCKS, PROMPT, Forward, executor_for, write
 from worker.quantized_files import EIGHT_BITS, FORMATS, write_quantized
 from worker.two_ranks import halves_of, logits_of_two
 
-from pagecast_kernels import quantized_gemv, quantized_rows, reference_quantized
+from pagecast_kernels import quantized_rows, reference_quantized
 from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts
 from pagecast_kernels.routing import Routing
 from pagecast_worker import cpu_ops
@@ -175,7 +175,6 @@ def test_kernels_compute_what_the_cpu_computes(family, changes, options, kinds, 
     folder, _ = write_family(family, tmp_path, hidden_size=128, **changes)
     want = executor_for(folder, **options)
     monkeypatch.setattr(products, "for_kernels", lambda device: True)
-    monkeypatch.setattr(quantized_gemv, "PACKED", quantized_gemv.UNMEASURED)
     config, cpu = replace(want.config, dtype="float16"), torch.device("cpu")
     with torch.inference_mode():
         model = load_model(config, open_checkpoint(config, cpu), Ranks(), cpu, torch.float16, lambda progress: None).model

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pagecast import channel
-from pagecast.access import Tls
+from pagecast.access import tls_from
 from pagecast.cli.quantities import ANY_COUNT, COUNT, SECONDS, TOKEN_ID, Number, Whole
 from pagecast.errors import DeadlineExceeded, RpcError, Unavailable, WrongAccess
 from pagecast.requests import RequestOptions
@@ -45,8 +45,7 @@ def access(args: argparse.Namespace) -> dict[str, Any]:
             token = Path(args.token_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise WrongAccess(f"cannot read the token file {args.token_file}: {getattr(error, 'strerror', 'not text')}") from None
-    wants_tls = args.tls or any((args.ca, args.cert, args.key, args.server_name))
-    return {"tls": Tls(args.ca, args.cert, args.key, args.server_name) if wants_tls else None, "token": token}
+    return {"tls": tls_from(args.tls, args.ca, args.cert, args.key, args.server_name), "token": token}
 
 
 def connect(args: argparse.Namespace) -> Client:

@@ -78,15 +78,13 @@ def takes(weight: Weight) -> torch.dtype | None:
 
 
 def suits_one_row(weight: Weight) -> bool:
-    """Whether the products of one row are to take a weight: rows in whole 16-byte words, of a kind that they know and are faster with."""
+    """Whether the products of one row are to take a weight: rows in whole 16-byte words, of a kind that they know."""
     if isinstance(weight, Packed):
-        from pagecast_kernels.quantized_gemv import PACKED, knows_packed
+        from pagecast_kernels.quantized_gemv import knows_packed
 
-        return PACKED is not None and weight.order is None and knows_packed(weight.weight)
+        return weight.order is None and knows_packed(weight.weight)
     if isinstance(weight, Scaled):
-        from pagecast_kernels.quantized_gemv import SCALED
-
-        return SCALED is not None and weight.values.dtype == torch.float8_e4m3fn and weight.shape[1] % 16 == 0
+        return weight.values.dtype == torch.float8_e4m3fn and weight.shape[1] % 16 == 0
     return isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] % 8 == 0
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pagecast.access import Tls
+from pagecast.access import Tls, tls_from
 from pagecast_scheduler.frontend.config import is_loopback
 
 
@@ -42,8 +42,7 @@ class GatewayConfig:
     @property
     def access(self) -> Tls | None:
         """How front ends are reached; None is plaintext."""
-        given = (self.target_ca, self.target_cert, self.target_key, self.target_name)
-        return Tls(*given) if self.target_tls or any(given) else None
+        return tls_from(self.target_tls, self.target_ca, self.target_cert, self.target_key, self.target_name)
 
 
 def check(config: GatewayConfig) -> str | None:
