@@ -96,6 +96,29 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
         "temperature must be 0 to 100, not 1000", "top_p must be greater than 0 and at most 1, not 2", "max_tokens must be 1 to",
         "n must be 1 to",
     ]),
+    ("completions", {
+        "prompt": ["x", ""], "colour": 1, "temperature": 1000, "top_p": 2, "max_tokens": "many", "n": 0, "best_of": 7,
+    }, "max_tokens", [
+        "max_tokens: Input should be a valid integer", "colour: unknown field", "temperature must be 0 to 100, not 1000",
+        "top_p must be greater than 0 and at most 1, not 2", "n must be 1 to", "best_of must equal n", "prompt must not be empty",
+    ]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": "x", "mood": 1}, {"content": 3}, {"role": "", "content": "x"}], "temperature": -1,
+        "logprobs": "yes", "top_logprobs": 999, "max_completion_tokens": 0, "tool_choice": {"type": "function", "function": {"name": "f"}},
+    }, "messages[0].mood", [
+        "logprobs: Input should be a valid boolean", "messages[0].mood: unknown field", "messages[1].role: Field required",
+        "messages[1].content: Input should be a valid string", "messages[2].role must be 1 to", "temperature must be 0 to 100, not -1",
+        "top_logprobs must be 0 to", "max_completion_tokens must be 1 to", "tool_choice.mode REQUIRED needs tools",
+    ]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": "x"}], "tools": "t", "tool_choice": "required", "response_format": {"type": "json_schema"},
+        "min_p": 3, "model": "another",
+    }, "tools", ["tools: Input should be a valid list", "response_format.json_schema must be given"]),
+    ("completions", {"prompt": "x", "model": "another", "colour": 1}, "colour", ["colour: unknown field", "model"]),
+    ("chat/completions", {"messages": [], "top_p": 2}, "messages", ["messages must hold at least one", "top_p must be greater than 0"]),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 999}, "top_logprobs", [
+        "top_logprobs must be 0 to",
+    ]),
     ("completions", {"prompt": "x", **{f"x{i}": i for i in range(99)}}, "x0", ["x0: unknown field", "x31: unknown field", "; 67 more"]),
 ])  # fmt: skip
 def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: dict[str, Any], param: str | None, said: list[str]) -> None:
@@ -105,6 +128,34 @@ def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: d
     for words in said:
         assert words in error["message"], error["message"]
     assert error["param"] == param and len(error["message"]) < 2000
+
+
+def test_other_bodies_are_told_all_faults_too(served: Served) -> None:
+    for path, content, said in (
+        ("tokenize", {"colour": 1, "messages": [{"role": " ", "content": "x"}]}, ["colour: unknown field", "messages[0].role must be"]),
+        ("tokenize", {"prompt": "x", "messages": [{"role": "", "content": "x"}]}, ["either prompt or messages", "[0].role must be"]),
+        ("detokenize", {"colour": 1, "tokens": [1, 1 << 31]}, ["colour: unknown field", "tokens[1] must be below the vocabulary size"]),
+    ):
+        reply = httpx.post(f"{served.http}/{path}", json=content, timeout=LIMIT_S)
+        assert reply.status_code == 400
+        for words in said:
+            assert words in reply.json()["error"]["message"], reply.text
+
+
+def test_what_is_refused_for_one_fault_is_run_for_none(served: Served) -> None:
+    """A body with a fault is shown to front ends, which may find others: they must refuse it even where they find none."""
+    bodies = [{"prompt": ["x"] * 9, "colour": 1}, {"prompt": "x", "best_of": 2}, {"prompt": "x", "max_tokens": "2"}]
+    for body in bodies:
+        headers = {"x-request-id": "shown-only"}
+        reply = httpx.post(f"{served.http}/v1/completions", json={"model": "oracle", **body}, headers=headers, timeout=LIMIT_S)
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["param"] in ("colour", "best_of", "max_tokens") and ";" not in error["message"]
+
+    def calls() -> list[str]:
+        return [line for line in [*served.lines] if "shown-only" in line and "GenerationService" in line]
+
+    until(lambda: len(calls()) == 11, "not every prompt was shown to a front end")
+    assert all("INVALID_ARGUMENT" in line for line in calls())
 
 
 def test_a_body_sent_as_a_form_is_told_how_to_be_sent(served: Served) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +21,19 @@ from pagecast.errors import RpcError
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.gateway import answers, chunks, schema, translate
 from pagecast_scheduler.gateway.backend import Backend, Metadata
-from pagecast_scheduler.gateway.errors import BadBody, Faults, bad_body, body, of_rpc
+from pagecast_scheduler.gateway.errors import BadBody, Faults, body, faults_of, of_rpc
 from pagecast_scheduler.gateway.merge import merged
+from pagecast_scheduler.gateway.remainder import remainder
 
 log = structlog.get_logger("pagecast.gateway")
 
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
 _FORWARDED = ("authorization", "traceparent", "tracestate")
+_BODIES = {
+    "/v1/chat/completions": schema.ChatCompletionRequest, "/v1/completions": schema.CompletionRequest,
+    "/tokenize": schema.TokenizeRequest, "/detokenize": schema.DetokenizeRequest,
+}
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -68,23 +73,24 @@ def make_app(backend: Backend, version: str) -> FastAPI:
     about = "OpenAI-compatible HTTP API of a Pagecast cluster"
     # FastAPI's own pages about an API load their code from elsewhere.
     app = FastAPI(title="Pagecast", version=version, description=about, docs_url=None, redoc_url=None)
-    _add_error_handlers(app)
-    _add_generation(app, Gateway(backend))
-    _add_models(app, backend)
+    gateway = Gateway(backend)
+    _add_error_handlers(app, gateway)
+    _add_generation(app, gateway)
+    _add_models(app, gateway, backend)
     _add_watching(app, backend, version)
     _add_page(app)
     return app
 
 
 class Gateway:
-    """The generating endpoints."""
+    """The endpoints that take bodies."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     async def chat(self, request: Request, asked: schema.ChatCompletionRequest) -> Response:
         """POST /v1/chat/completions."""
-        spec, metadata = translate.chat_spec(asked), caller(request)
+        [spec], metadata = await self._specs(request, asked, Faults()), caller(request)
         made = f"chatcmpl-{secrets.token_hex(12)}"
         if asked.stream:
             stream = await while_connected(request, self._backend.stream(spec, metadata))
@@ -96,7 +102,7 @@ class Gateway:
 
     async def completion(self, request: Request, asked: schema.CompletionRequest) -> Response:
         """POST /v1/completions."""
-        specs, metadata = translate.completion_specs(asked), caller(request)
+        specs, metadata = await self._specs(request, asked, Faults()), caller(request)
         made = f"cmpl-{secrets.token_hex(12)}"
         echoed = [await self._echoed(spec, metadata) if asked.echo else "" for spec in specs]
         if asked.stream:
@@ -109,6 +115,57 @@ class Gateway:
                 choices.append(answers.text_choice(sequence, len(choices), text, answer.prompt_logprobs, bool(asked.return_token_ids)))
         base = _base(made, "text_completion", found[0].model)
         return JSONResponse(base | {"choices": choices, "usage": answers.usage(answer.usage for answer in found)})
+
+    async def tokenize(self, request: Request, asked: schema.TokenizeRequest, found: Faults) -> dict[str, Any]:
+        """POST /tokenize."""
+        metadata = caller(request)
+        if (asked.prompt is None) == (asked.messages is None):
+            found.add("give either prompt or messages", "prompt")
+        chat = pb.ChatPrompt()
+        translate.fill_chat(chat, asked.messages or [], found)
+        try:
+            if asked.messages is not None:
+                ids = await self._backend.render_chat(chat, asked.model, metadata)
+            else:
+                ids = await self._backend.tokenize(asked.prompt or "", asked.add_special_tokens, asked.model, metadata)
+        except RpcError as error:
+            if not found:
+                raise
+            found.add_refusal(error, {})
+        found.refuse()
+        limit = [one.limits.max_model_len for one in await self._backend.models(metadata)]
+        return {"tokens": ids, "count": len(ids), "max_model_len": limit[0] if limit else 0}
+
+    async def detokenize(self, request: Request, asked: schema.DetokenizeRequest) -> dict[str, Any]:
+        """POST /detokenize."""
+        return {"prompt": await self._backend.detokenize(asked.tokens, asked.model, caller(request))}
+
+    async def refuse(self, request: Request, given: Any, errors: Sequence[Mapping[str, Any]]) -> None:
+        """Raises BadBody with what pydantic found in a body, and with what is wrong with the rest of it."""
+        found = faults_of(errors)
+        asked = remainder(given, errors, _BODIES[request.url.path]) if request.url.path in _BODIES else None
+        try:
+            if isinstance(asked, schema.Generation):
+                await self._specs(request, asked, found)
+            elif isinstance(asked, schema.TokenizeRequest):
+                await self.tokenize(request, asked, found)
+            elif isinstance(asked, schema.DetokenizeRequest):
+                await self.detokenize(request, asked)
+        except RpcError as error:
+            found.add_refusal(error, {})
+        found.refuse()
+
+    async def _specs(self, request: Request, asked: schema.Generation, found: Faults) -> list[pb.GenerationSpec]:
+        """What to ask the front ends. Where anything is wrong they are asked what else is, and BadBody is raised."""
+        specs, names = translate.specs_of(asked, found), translate.names_of(asked)
+        request.state.names = names
+        if found:
+            refusals = asyncio.gather(*(self._backend.refusal(spec, caller(request)) for spec in specs))
+            for error in await while_connected(request, refusals):
+                if error is not None:
+                    found.add_refusal(error, names)
+        found.refuse()
+        return specs
 
     async def _streamed_completion(
         self, request: Request, asked: schema.CompletionRequest, specs: list[pb.GenerationSpec], echoed: list[str], made: str
@@ -176,7 +233,7 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
         return await gateway.completion(request, asked)
 
 
-def _add_models(app: FastAPI, backend: Backend) -> None:
+def _add_models(app: FastAPI, gateway: Gateway, backend: Backend) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         return {"object": "list", "data": [_model(one) for one in await backend.models(caller(request))]}
@@ -190,24 +247,11 @@ def _add_models(app: FastAPI, backend: Backend) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request, asked: schema.TokenizeRequest) -> dict[str, Any]:
-        metadata = caller(request)
-        found = Faults()
-        if (asked.prompt is None) == (asked.messages is None):
-            found.add("give either prompt or messages", "prompt")
-        found.refuse()
-        if asked.prompt is not None:
-            ids = await backend.tokenize(asked.prompt, asked.add_special_tokens, asked.model, metadata)
-        else:
-            chat = pb.ChatPrompt()
-            translate.fill_chat(chat, asked.messages or [], found)
-            found.refuse()
-            ids = await backend.render_chat(chat, asked.model, metadata)
-        limit = [one.limits.max_model_len for one in await backend.models(metadata)]
-        return {"tokens": ids, "count": len(ids), "max_model_len": limit[0] if limit else 0}
+        return await gateway.tokenize(request, asked, Faults())
 
     @app.post("/detokenize")
     async def detokenize(request: Request, asked: schema.DetokenizeRequest) -> dict[str, Any]:
-        return {"prompt": await backend.detokenize(asked.tokens, asked.model, caller(request))}
+        return await gateway.detokenize(request, asked)
 
 
 def _add_watching(app: FastAPI, backend: Backend, version: str) -> None:
@@ -242,10 +286,10 @@ def _model(one: Any) -> dict[str, Any]:
     return {"id": one.name, "object": "model", "created": 0, "owned_by": "pagecast", "max_model_len": one.limits.max_model_len}
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     @app.exception_handler(RpcError)
-    async def failed(_: Request, error: RpcError) -> Response:
-        status, content, headers = of_rpc(error)
+    async def failed(request: Request, error: RpcError) -> Response:
+        status, content, headers = of_rpc(error, getattr(request.state, "names", {}))
         return JSONResponse(content, status, dict(headers))
 
     @app.exception_handler(BadBody)
@@ -254,7 +298,13 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await bad(request, bad_body(error.errors()))
+        try:
+            await gateway.refuse(request, error.body, error.errors())
+        except BadBody as found:
+            return await bad(request, found)
+        except CallerGone as left:
+            return await gone(request, left)
+        raise AssertionError("an invalid body has faults")
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -98,6 +98,17 @@ class Backend:
         begun: EventStream = await self._ask(begin)
         return begun
 
+    async def refusal(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> RpcError | None:
+        """What is said against a spec that is not to be run: it is asked under an id that no front end takes."""
+        asked = generation_pb2.GenerationSpec()
+        asked.CopyFrom(spec)
+        asked.request_id = " "
+        try:
+            await self.generate(asked, metadata)
+        except RpcError as error:
+            return error
+        return None
+
     async def tokenize(self, text: str, add_special_tokens: bool, model: str, metadata: Metadata) -> list[int]:
         request = tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
         return list((await self._ask(lambda e: e.tokenizer.Tokenize(request, metadata=metadata))).token_ids)

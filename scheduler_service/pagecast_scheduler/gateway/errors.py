@@ -1,6 +1,7 @@
 """From our statuses to OpenAI's error shape. One table; a body never holds more than the gRPC status said."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pagecast.errors import RpcError
@@ -41,9 +42,14 @@ _PARAMS = {
     "spec.chat.": "",
     "spec.constraint.json_schema": "response_format.json_schema.schema",
     "spec.": "",
+    "token_ids": "tokens",
+    "text": "prompt",
+    "chat.": "",
 }
 """Beginning of a field path of the API to what stands for it in an HTTP body; the first that fits is taken."""
 
+_OWN_FIELD = "spec.request_id"
+"""A field that no body has: the gateway fills it."""
 
 MOST_FAULTS = 32
 """Faults that one error names; of more it says how many there are."""
@@ -56,6 +62,15 @@ class Faults(list[tuple[str, str | None]]):
 
     def add(self, message: str, param: str | None = None) -> None:
         self.append((message, param))
+
+    def add_refusal(self, error: RpcError, names: Mapping[str, str]) -> None:
+        """What a front end says of its fields, but for those that have a fault already, or a part with one."""
+        violations = [v for v in error.violations if v.field != _OWN_FIELD]
+        told = [(f"{param_of(v.field, names)} {v.description}", param_of(v.field, names)) for v in violations]
+        if not told and error.reason in _PARAM_OF_REASON:
+            told = [(error.message, _PARAM_OF_REASON[error.reason])]
+        known = [param for _, param in self if param is not None]
+        self.extend((text, param) for text, param in told if not any(_is_within(param, one) or _is_within(one, param) for one in known))
 
     def refuse(self) -> None:
         """Raises BadBody if anything was found."""
@@ -72,16 +87,21 @@ class BadBody(Exception):
         self.param = faults[0][1]
 
 
-def param_of(path: str) -> str:
-    """The HTTP body's name of a field path of the gRPC API."""
+def param_of(path: str, names: Mapping[str, str]) -> str:
+    """The HTTP body's name of a field path of the gRPC API. names: of fields that this body calls otherwise."""
     for start, name in _PARAMS.items():
         if path.startswith(start):
-            return name + path.removeprefix(start)
+            found = name + path.removeprefix(start)
+            return names.get(found, found)
     return path
 
 
-def bad_body(errors: Sequence[Mapping[str, Any]]) -> BadBody:
-    """Of what pydantic found. A value that could have been one of several kinds is a fault once, and what it could have held none."""
+def _is_within(path: str, whole: str) -> bool:
+    return path == whole or path.startswith((f"{whole}.", f"{whole}["))
+
+
+def faults_of(errors: Sequence[Mapping[str, Any]]) -> Faults:
+    """What pydantic found. A value that could have been one of several kinds is a fault once, and what it could have held none."""
     found: dict[str, list[str]] = {}
     for error in errors:
         if error["type"] == "json_invalid":  # its place is a number of characters, not a field
@@ -92,11 +112,11 @@ def bad_body(errors: Sequence[Mapping[str, Any]]) -> BadBody:
             found.setdefault(_path(error["loc"]), []).append("unknown field" if error["type"] == "extra_forbidden" else error["msg"])
     faults = Faults()
     for path, texts in found.items():
-        if not any(path != other and path.startswith((f"{other}.", f"{other}[")) for other in found if other):
+        if not any(path != other and _is_within(path, other) for other in found if other):
             others = [text.removeprefix("Input should be ") for text in dict.fromkeys(texts) if text != texts[0]]
             text = " or ".join([texts[0], *others])
             faults.add(f"{path[:_MOST_PATH]}: {text}" if path else text, path[:_MOST_PATH] or None)
-    return BadBody(faults)
+    return faults
 
 
 def _path(location: Sequence[int | str]) -> str:
@@ -115,15 +135,15 @@ def body(message: str, kind: str, param: str | None = None, code: str | None = N
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def of_rpc(error: RpcError) -> tuple[int, dict[str, Any], Mapping[str, str]]:
-    """HTTP status, body and headers for a failed call."""
+def of_rpc(error: RpcError, names: Mapping[str, str] = MappingProxyType({})) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+    """HTTP status, body and headers for a failed call. names: as for `param_of`."""
     status, kind = _OF_CODE.get(error.code, (500, "server_error"))
-    param = param_of(error.violations[0].field) if error.violations else _PARAM_OF_REASON.get(error.reason)
+    param = param_of(error.violations[0].field, names) if error.violations else _PARAM_OF_REASON.get(error.reason)
     code = _CODES.get(error.reason, error.reason.lower()) or None
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    text = "; ".join(f"{param_of(v.field)} {v.description}" for v in error.violations) or error.message
+    text = "; ".join(f"{param_of(v.field, names)} {v.description}" for v in error.violations) or error.message
     return status, body(text, kind, param, code), headers

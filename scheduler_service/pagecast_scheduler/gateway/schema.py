@@ -24,7 +24,7 @@ class StreamOptions(_Body):
     include_obfuscation: StrictBool | None = None
 
 
-class _Generation(_Body):
+class Generation(_Body):
     """What both generating endpoints take."""
 
     model: str = ""
@@ -63,7 +63,7 @@ class _Generation(_Body):
     prompt_cache_retention: str | None = None
 
 
-class CompletionRequest(_Generation):
+class CompletionRequest(Generation):
     """POST /v1/completions. prompt: a text, several, the token ids of one, or of several."""
 
     prompt: str | list[str] | list[Unsigned32] | list[list[Unsigned32]]
@@ -147,7 +147,7 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
-class ChatCompletionRequest(_Generation):
+class ChatCompletionRequest(Generation):
     """POST /v1/chat/completions."""
 
     messages: list[Message]

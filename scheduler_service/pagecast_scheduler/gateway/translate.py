@@ -16,13 +16,23 @@ MAX_PROMPTS = 128
 _MEDIA = ("image_url", "input_audio", "audio", "video_url", "file", "image", "refusal")
 
 
-def completion_specs(body: schema.CompletionRequest) -> list[pb.GenerationSpec]:
-    """One spec for each prompt. Raises BadBody with everything that is wrong."""
-    found = Faults()
+def specs_of(body: schema.Generation, found: Faults) -> list[pb.GenerationSpec]:
+    """One spec for each prompt. What is wrong is added to `found`, and left out."""
+    return [_chat_spec(body, found)] if isinstance(body, schema.ChatCompletionRequest) else _completion_specs(body, found)
+
+
+def names_of(body: schema.Generation) -> dict[str, str]:
+    """Fields that a body calls otherwise than errors do by themselves."""
+    if not isinstance(body, schema.ChatCompletionRequest):
+        return {}
+    limit = {} if body.max_completion_tokens is None or body.max_tokens is not None else {"max_tokens": "max_completion_tokens"}
+    return {"logprobs": "top_logprobs"} | limit
+
+
+def _completion_specs(body: Any, found: Faults) -> list[pb.GenerationSpec]:
     if body.best_of is not None and body.best_of != (body.n or 1):
         found.add("best_of must equal n: every output that is generated is returned", "best_of")
     prompts, base = _prompts(body.prompt, found), _spec(body, found)
-    found.refuse()
     specs = []
     for prompt in prompts:
         spec = pb.GenerationSpec()
@@ -41,12 +51,11 @@ def completion_specs(body: schema.CompletionRequest) -> list[pb.GenerationSpec]:
     return specs
 
 
-def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
-    """Raises BadBody with everything that is wrong."""
-    found = Faults()
+def _chat_spec(body: schema.ChatCompletionRequest, found: Faults) -> pb.GenerationSpec:
     spec = _spec(body, found)
     if not body.messages:
         found.add("messages must hold at least one message", "messages")
+        spec.chat.SetInParent()
     fill_chat(spec.chat, body.messages, found)
     if body.add_generation_prompt is not None:
         spec.chat.add_generation_prompt = body.add_generation_prompt
@@ -64,7 +73,6 @@ def chat_spec(body: schema.ChatCompletionRequest) -> pb.GenerationSpec:
         found.add("top_logprobs needs logprobs to be true", "top_logprobs")
     _tools(spec.chat, body)
     _response_format(spec, body.response_format, found)
-    found.refuse()
     return spec
 
 
@@ -92,7 +100,7 @@ def _text(message: schema.Message, number: int, found: Faults) -> str:
     return "".join(texts)
 
 
-def _spec(body: schema._Generation, found: Faults) -> pb.GenerationSpec:
+def _spec(body: schema.Generation, found: Faults) -> pb.GenerationSpec:
     """What both endpoints have in common."""
     spec = pb.GenerationSpec(model=body.model)
     sampling, stopping = spec.sampling, spec.stopping
@@ -126,7 +134,7 @@ def _spec(body: schema._Generation, found: Faults) -> pb.GenerationSpec:
     return spec
 
 
-def _copy(body: schema._Generation, sampling: pb.SamplingOptions, names: Sequence[str]) -> None:
+def _copy(body: schema.Generation, sampling: pb.SamplingOptions, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(body, name)
         if value is not None:
@@ -134,12 +142,12 @@ def _copy(body: schema._Generation, sampling: pb.SamplingOptions, names: Sequenc
 
 
 def _prompts(prompt: Any, found: Faults) -> list[Any]:
-    """The prompts of a completion request, one entry each."""
+    """The prompts of a completion request, one entry each; at least one, and no more than are allowed."""
     one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
     prompts = [prompt] if one else list(prompt)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         found.add(f"prompt must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
-    return prompts
+    return prompts[:MAX_PROMPTS] or ["-"]
 
 
 def _biases(given: dict[str, float], found: Faults) -> Iterator[pb.TokenBias]:
