@@ -29,6 +29,20 @@ def test_percentiles_interpolate() -> None:
     assert results.percentiles([]) == {}
 
 
+def test_a_result_tells_its_command_without_the_folders_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, told in (
+        (["throughput", "--workload", "chat", "--json", "/tmp/out"], "throughput --workload chat --json benchmarks/results"),
+        (["kernels", "--results=/root/out"], "kernels --results benchmarks/results"),
+        (["scheduler", "--results", "/x/r", "--json", "/x/s.json"], "scheduler --results benchmarks/results"),
+        (["startup", f"--json={tmp_path}/mine", "--checkpoint", "/tmp/tmp.9/llama8b"], "startup --json mine --checkpoint llama8b"),
+        (["serve", "--peer-url", "http://h:1/", "--name", "a b", "--json", "r"], "serve --peer-url http://h:1/ --name 'a b' --json r"),
+    ):
+        monkeypatch.setattr("sys.argv", ["pagecast", "bench", *given])
+        path = results.write("out", "x", {"m": 1.0}, {})
+        assert json.loads(path.read_text())["command"] == f"pagecast bench {told}"
+
+
 def test_latency_figures_count_from_the_scheduled_arrival_and_split_coalesced_messages() -> None:
     line = load.Timeline(scheduled=1.0, marks=[(1.5, 1), (1.7, 4)])
     late = load.Timeline(scheduled=0.0, error="ServerError")

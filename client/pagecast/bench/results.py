@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -20,6 +21,9 @@ from typing import Any
 from pagecast.errors import PagecastError
 
 PACKAGES = ("pagecast", "torch", "triton", "transformers", "grpcio", "pyzmq", "msgspec", "numpy", "vllm")
+
+RESULTS = "benchmarks/results"
+"""Where a repository keeps result files."""
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -59,9 +63,31 @@ def versions() -> dict[str, str]:
     return found
 
 
+def command_line(words: Sequence[str]) -> str:
+    """The command with these arguments, as the reader of a result can give it.
+
+    Paths below the working directory become relative; of others, which no other machine has, the last name stays. Results that went to
+    such a folder go to RESULTS, and a second file of figures that went there is left out.
+    """
+    told: list[str] = []
+    for word in (part for word in words for part in (word.split("=", 1) if re.match(r"--[a-z-]+=/", word) else [word])):
+        path = Path(word)
+        if not path.is_absolute():
+            told.append(word)
+        elif path.is_relative_to(Path.cwd()):
+            told.append(str(path.relative_to(Path.cwd())))
+        elif told[-1:] not in (["--json"], ["--results"]):
+            told.append(path.name)
+        elif path.suffix:
+            told.pop()
+        else:
+            told.append(RESULTS)
+    return shlex.join(["pagecast", *told])
+
+
 def provenance(now: datetime) -> dict[str, Any]:
     """What printed a figure, when, and on what machine."""
-    command = "pagecast " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+    command = command_line(sys.argv[1:])
     when = {"date": f"{now:%Y-%m-%d}", "time": f"{now:%H:%M:%S}Z"}
     return {"command": command} | when | {"machine": machine(), "versions": versions()}
 
