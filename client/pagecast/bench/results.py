@@ -4,6 +4,7 @@ Owns the format of benchmarks/results/*.json. Every figure that a target may ref
 """
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -70,7 +71,8 @@ def command_line(words: Sequence[str]) -> str:
     such a folder go to RESULTS, and a second file of figures that went there is left out.
     """
     told: list[str] = []
-    for word in (part for word in words for part in (word.split("=", 1) if re.match(r"--[a-z-]+=/", word) else [word])):
+    pieces = [word.split("=", 1) if re.match(r"--[a-z-]+=/", word) else [word] for word in words]
+    for word in itertools.chain.from_iterable(pieces):
         path = Path(word)
         if not path.is_absolute():
             told.append(word)
