@@ -217,6 +217,24 @@ def test_a_gateway_of_its_own_reaches_any_cluster(served: Served) -> None:
         assert gateway.wait(LIMIT_S) == 0
 
 
+@pytest.mark.parametrize(("words", "warned"), [
+    (["--target", "unix:/nowhere/a.sock,127.0.0.1:1,[::1]:1,localhost:1"], None), (["--target", "192.0.2.1:1", "--target-tls"], None),
+    (["--target", "127.0.0.1:1,192.0.2.1:1,llm.example.org:1"], ["192.0.2.1:1", "llm.example.org:1"]),
+])  # fmt: skip
+def test_a_gateway_warns_once_of_tokens_in_plaintext(words: list[str], warned: list[str] | None) -> None:
+    command = [*PAGECAST, "gateway", "--http-port", "0", "--log-format", "json", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stderr is not None
+        lines = []
+        for line in gateway.stderr:
+            lines.append(json.loads(line))
+            if "address" in lines[-1]:
+                gateway.kill()
+    told = [line for line in lines if line["level"] == "warning"]
+    assert [line["targets"] for line in told] == ([] if warned is None else [warned])
+    assert all("--target-tls" in line["event"] and "plaintext" in line["event"] for line in told) and "address" in lines[-1]
+
+
 def test_a_gateway_that_cannot_work_says_why() -> None:
     away = pagecast("gateway", "--host", "0.0.0.0")
     assert away.returncode == 2 and "plain HTTP" in away.stderr and "--insecure" in away.stderr

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pagecast.access import Tls, tls_from
+from pagecast.access import Tls, stays_here, tls_from
 from pagecast_scheduler.frontend.config import is_loopback
 
 
@@ -43,6 +43,11 @@ class GatewayConfig:
     def access(self) -> Tls | None:
         """How front ends are reached; None is plaintext."""
         return tls_from(self.target_tls, self.target_ca, self.target_cert, self.target_key, self.target_name)
+
+    @property
+    def plaintext_targets(self) -> list[str]:
+        """Front ends to which callers' tokens and prompts cross a network unencrypted, as far as this process can tell."""
+        return [] if self.access is not None else [target for target in self.target.split(",") if not stays_here(target)]
 
 
 def check(config: GatewayConfig) -> str | None:

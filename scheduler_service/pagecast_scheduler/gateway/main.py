@@ -115,6 +115,11 @@ async def serve(config: GatewayConfig) -> int:
         print(f"pagecast gateway: {error}", file=sys.stderr)
         listener.close()
         return 2
+    if config.plaintext_targets:
+        log.warning(
+            "tokens and prompts go to other machines in plaintext; give --target-tls or --target-ca, unless a mesh encrypts",
+            targets=config.plaintext_targets,
+        )
     app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
     server = Server(uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
