@@ -1,14 +1,19 @@
 """The documents say what is there: packages, commands, options."""
 
+import argparse
 import re
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 from architecture.source_tree import PACKAGES, ROOT
 
-from pagecast.cli import bench, options
+from pagecast.cli import bench, options, roles
 from pagecast.cli.main import COMMANDS
 
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), ROOT / "docker-compose.yml"]
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
 def test_architecture_lists_every_package_and_no_other() -> None:
@@ -44,6 +49,32 @@ def test_readme_names_commands_that_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.M), target
     for name in re.findall(r"pagecast bench (\w+)", makefile):
         assert name in bench.names(), name
+
+
+def flags(command: str) -> set[str]:
+    """Every flag of `pagecast COMMAND`."""
+    parser = argparse.ArgumentParser()
+    if command in (*options.ROLES, options.GATEWAY):
+        roles.add_arguments(parser, command)
+    else:
+        import_module(f"pagecast.cli.{command.replace('-', '_').replace(' ', '_')}").add_arguments(parser)
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def test_documents_give_commands_the_flags_that_they_have() -> None:
+    known = {command: flags(command) for command in [*COMMANDS, *(f"bench {name}" for name in bench.names())]}
+    wrong, found = [], 0
+    for path in DOCUMENTS:
+        for command, rest in re.findall(r"\bpagecast (bench [a-z_]+|[a-z-]+)((?:\\\n|[^\n`#])*)", path.read_text()):
+            found += command in known
+            wrong += [f"{path.name}: {command} {flag}" for flag in FLAG.findall(rest) if flag not in known.get(command, set())]
+    assert found > 60 and wrong == []
+
+
+def test_documents_install_extras_that_there_are_and_keep_a_clone_editable() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    told = [(line, extra) for path in DOCUMENTS for line, extra in re.findall(r"(pip install [^\n`]*\[([a-z]+)\])", path.read_text())]
+    assert told and [line for line, extra in told if extra not in extras or " -e " not in line] == []
 
 
 def test_readme_python_compiles_and_its_names_are_public() -> None:

@@ -65,6 +65,12 @@ def test_what_is_missing_for_the_conformance_suite_is_named_before_it_begins(ser
     assert "pip install 'pagecast[conformance]'" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_a_measurement_names_the_installation_that_brings_its_packages() -> None:
+    done = python(BLOCKER + "from pagecast.cli.main import main\nsys.exit(main(sys.argv[1:]))", "bench", "report", "--write")
+    assert done.returncode == 2 and "needs the package" in done.stderr
+    assert "make setup" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
 def test_importing_the_package_loads_nothing_else() -> None:
     done = python("import sys; before = set(sys.modules); import pagecast; print(*sorted(set(sys.modules) - before))")
     loaded = [name for name in done.stdout.split() if name.split(".")[0] not in sys.stdlib_module_names]

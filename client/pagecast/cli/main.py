@@ -85,7 +85,8 @@ def _run(command: str, rest: list[str]) -> int:
         if error.name is None or error.name.split(".")[0].startswith("pagecast"):
             raise
         extra = "conformance" if command == "conformance" else "serve"
-        print(f"pagecast {command}: needs the package {error.name}; install it with: pip install 'pagecast[{extra}]'", file=sys.stderr)
+        way = "`make setup` in a clone" if command == "bench" else f"pip install 'pagecast[{extra}]'"
+        print(f"pagecast {command}: needs the package {error.name}; install it with: {way}", file=sys.stderr)
         return 2
 
 
