@@ -289,6 +289,8 @@ def step_variants() -> Iterator[Variant]:
     """What steps begin and end with."""
     scalars, seeds, row = _ints(8, 17), _ints(17, dtype=torch.int64), _ints(2)
     yield "gather_rows", lambda: steps.gather_rows(row, scalars, seeds, _ints(17, 64), 16)
+    padded = (row, *(_ints(8) for _ in range(3)), row, row, scalars, seeds, _ints(17, 64))
+    yield "gather_padded", lambda: steps.gather_padded(*padded, 16, 16)
     yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)
     for dtype in (torch.bfloat16, torch.float32):
         logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)

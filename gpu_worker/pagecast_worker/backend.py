@@ -113,7 +113,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul, "linear_add": gemv_add}
     names = (
         "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows",
-        "finish_rows", "best_of_shard", "latent_rope_and_write", "latent_prefill",
+        "gather_padded", "finish_rows", "best_of_shard", "latent_rope_and_write", "latent_prefill",
         "adjust_logits", "forbid_tokens", "note_tokens", "top_logprobs",
     )  # fmt: skip
     ops = SimpleNamespace(

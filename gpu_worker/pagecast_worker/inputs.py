@@ -37,19 +37,17 @@ def decode_inputs(ops: Any, state: BatchState, rows: Tensor, block_size: int) ->
 
 def padded_inputs(ops: Any, state: BatchState, padded: PaddedStep, block_size: int) -> tuple[StepInputs, SampleInputs]:
     """Inputs of a padded step, from tensors alone: as sent, but for the decoding rows in front, which are as in `decode_inputs`."""
-    step, _ = decode_inputs(ops, state, padded.decode_rows, block_size)
-    decodes = padded.size.decodes
-    real = padded.decode_rows != state.padding
-    slots = padded.slots.long()
-    for sent, known in ((padded.token_ids, step.token_ids), (padded.positions, step.positions), (slots, step.slot_mapping)):
-        torch.where(real, known, sent[:decodes], out=sent[:decodes])
-    joined = StepInputs(
-        token_ids=padded.token_ids, positions=padded.positions, slot_mapping=slots, block_table=state.table, num_decodes=decodes,
-        decode_rows=padded.decode_rows, decode_seq_lens=step.decode_seq_lens, num_prefills=padded.size.chunks, prefill_rows=padded.rows,
-        prefill_seq_lens=padded.seq_lens, query_start_loc=padded.starts, max_query_len=padded.size.tokens,
-        wanted=padded.sample_index.long(),
+    lengths, slots, scalars, seeds, wanted = ops.gather_padded(
+        padded.decode_rows, padded.token_ids, padded.positions, padded.slots, padded.sample_rows, padded.sample_index, state.scalars,
+        state.seeds, state.table, block_size, state.padding,
+    )  # fmt: skip
+    step = StepInputs(
+        token_ids=padded.token_ids, positions=padded.positions, slot_mapping=slots, block_table=state.table,
+        num_decodes=padded.size.decodes, decode_rows=padded.decode_rows, decode_seq_lens=lengths, num_prefills=padded.size.chunks,
+        prefill_rows=padded.rows, prefill_seq_lens=padded.seq_lens, query_start_loc=padded.starts, max_query_len=padded.size.tokens,
+        wanted=wanted,
     )
-    return joined, sample_inputs(ops, state, padded.sample_rows, block_size)
+    return step, SampleInputs(padded.sample_rows, scalars, seeds)
 
 
 def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:

@@ -312,6 +312,24 @@ def gather_rows(rows: Tensor, scalars: Tensor, seeds: Tensor, table: Tensor, blo
     return gathered, seeds.index_select(0, index), positions, slots
 
 
+def gather_padded(
+    decode_rows: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, sample_rows: Tensor, sample_index: Tensor, scalars: Tensor,
+    seeds: Tensor, table: Tensor, block_size: int, padding: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What a padded step needs of its rows, all int32: decode_rows[D] stand before the chunks' tokens, so token_ids[T] and positions[T],
+    which hold those of the chunks, get the first places filled in, unless such a row is `padding`.
+
+    Returns the decoding rows' counts int32[D], slots int64[T], where slots[T] has those of the chunks, and of sample_rows[M] scalars
+    int32[F, M], seeds int64[M] and sample_index as int64[M]. The rest as in gather_rows.
+    """
+    last, _, known_positions, known_slots = gather_rows(decode_rows, scalars, seeds, table, block_size)
+    real, places, all_slots = decode_rows != padding, len(decode_rows), slots.long()
+    for sent, known in ((token_ids, last[1]), (positions, known_positions), (all_slots, known_slots)):
+        sent[:places] = torch.where(real, known, sent[:places])
+    gathered, drawn_seeds, _, _ = gather_rows(sample_rows, scalars, seeds, table, block_size)
+    return last[0], all_slots, gathered, drawn_seeds, sample_index.long()
+
+
 def finish_rows(drawn: Tensor, rows: Tensor, lengths: Tensor, scalars: Tensor, stops: Tensor, stop_flag: int, bad_flag: int) -> Tensor:
     """Move rows int32[B] past the tokens drawn int32[B] (-1: none could be). Returns int32[2, B]: tokens, -1 replaced by 0, and flags.
 

@@ -1,4 +1,4 @@
-"""The two ends of a decode step, one launch each: gathering what the rows' state says, and moving the rows past a token.
+"""The two ends of a step, one launch each: gathering what the rows' state says, and moving the rows past a token.
 
 One program per row. Rows never move, so places of a batch name the rows that they stand for; several places may name the padding
 row, which holds no token and to which all of them write the same.
@@ -40,6 +40,53 @@ def gather_rows(rows: Tensor, scalars: Tensor, seeds: Tensor, table: Tensor, blo
             block_size, fields, num_warps=1,
         )  # fmt: skip
     return gathered, drawn_seeds, positions, slots
+
+
+@triton.jit(do_not_specialize=["num_decodes", "num_tokens", "num_samples", "padding", "stride"])
+def _gather_padded(
+    decode_rows_ptr, tokens_ptr, positions_ptr, sent_slots_ptr, sample_rows_ptr, sample_index_ptr, scalars_ptr, seeds_ptr, table_ptr,
+    lengths_ptr, slots_ptr, gathered_ptr, seeds_out_ptr, wanted_ptr,
+    num_decodes, num_tokens, num_samples, padding, stride, scalars_stride, table_stride, BLOCK_SIZE: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """A program for each place, which is one of a token, of a decoding row in front, and of a row that samples."""
+    place = tl.program_id(0)
+    decodes, has_token, samples = place < num_decodes, place < num_tokens, place < num_samples
+    row = tl.load(decode_rows_ptr + place, decodes, padding).to(tl.int64)
+    length = tl.load(scalars_ptr + row)
+    tl.store(lengths_ptr + place, length, decodes)
+    real = row != padding
+    position = tl.maximum(length - 1, 0)
+    block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
+    known = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    sent = tl.load(sent_slots_ptr + place, has_token, -1).to(tl.int64)
+    tl.store(slots_ptr + place, tl.where(real, known, sent), has_token)
+    tl.store(tokens_ptr + place, tl.load(scalars_ptr + scalars_stride + row), real)
+    tl.store(positions_ptr + place, position, real)
+    field = tl.arange(0, FIELDS)
+    drawing = tl.load(sample_rows_ptr + place, samples, padding).to(tl.int64)
+    values = tl.load(scalars_ptr + field * scalars_stride + drawing)
+    tl.store(gathered_ptr + field * stride + place, values, (field < FIELDS) & samples)
+    tl.store(seeds_out_ptr + place, tl.load(seeds_ptr + drawing), samples)
+    tl.store(wanted_ptr + place, tl.load(sample_index_ptr + place, samples, 0).to(tl.int64), samples)
+
+
+def gather_padded(
+    decode_rows: Tensor, token_ids: Tensor, positions: Tensor, slots: Tensor, sample_rows: Tensor, sample_index: Tensor, scalars: Tensor,
+    seeds: Tensor, table: Tensor, block_size: int, padding: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """See reference.gather_padded. The number of fields is a power of two; the last axes are contiguous."""
+    fields, device = scalars.shape[0], scalars.device
+    num_decodes, num_tokens, num_samples = len(decode_rows), len(token_ids), len(sample_rows)
+    lengths = torch.empty(num_decodes, dtype=torch.int32, device=device)
+    all_slots = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    gathered = torch.empty((fields, -(-num_samples // 4) * 4), dtype=torch.int32, device=device)[:, :num_samples]  # as in gather_rows
+    drawn_seeds, wanted = (torch.empty(num_samples, dtype=torch.int64, device=device) for _ in range(2))
+    _gather_padded[(max(num_decodes, num_tokens, num_samples),)](
+        decode_rows, token_ids, positions, slots, sample_rows, sample_index, scalars, seeds, table, lengths, all_slots, gathered,
+        drawn_seeds, wanted, num_decodes, num_tokens, num_samples, padding, gathered.stride(0), scalars.stride(0), table.stride(0),
+        block_size, fields, num_warps=1,
+    )  # fmt: skip
+    return lengths, all_slots, gathered, drawn_seeds, wanted
 
 
 @triton.jit(do_not_specialize=["batch"])

@@ -13,7 +13,7 @@ from pagecast_kernels.rope import rope_and_write_kv
 from pagecast_kernels.sampling import SampleWorkspace, sample, sample_workspace
 from pagecast_kernels.shard_sampling import best_of_shard
 from pagecast_kernels.shared_prefix import SharedPrefixes, SharedWorkspace, paged_decode_shared, shared_workspace
-from pagecast_kernels.steps import finish_rows, gather_rows
+from pagecast_kernels.steps import finish_rows, gather_padded, gather_rows
 from pagecast_kernels.token_rules import adjust_logits, forbid_tokens, note_tokens
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "experts_workspace",
     "finish_rows",
     "forbid_tokens",
+    "gather_padded",
     "gather_rows",
     "gelu_mul",
     "latent_decode",

@@ -37,7 +37,7 @@ KINDS = (
 
 
 def note_keys() -> set[object]:
-    """From here on a launch adds its kernel's key to the set that this returns, and gives zeros where it gives numbers of tokens."""
+    """From here on a launch adds its kernel's key to the set that this returns, and gives zeros where it gives tokens or their places."""
     keys: set[object] = set()
 
     def run(self, *args, grid, warmup, **options):
@@ -45,9 +45,9 @@ def note_keys() -> set[object]:
         bound, specialized, options = self.device_caches[0][4](*args, **options)
         values = [value if kind[0] == "constexpr" else None for value, kind in zip(bound.values(), specialized, strict=True)]
         keys.add((self.__name__, str(specialized), str(values), str(options)))
-        out = bound.get("out_ptr")
-        if isinstance(out, torch.Tensor) and not out.is_meta and out.dtype == torch.int32:
-            out.zero_()
+        for out in (bound.get("out_ptr"), bound.get("wanted_ptr")):
+            if isinstance(out, torch.Tensor) and not out.is_meta and out.dtype in (torch.int32, torch.int64):
+                out.zero_()
 
     jit.JITFunction.run = run
     return keys

@@ -37,6 +37,29 @@ def test_gather_rows(rows):
         assert int(expected[3][place]) == (slot if position >= 0 else -1)
 
 
+@pytest.mark.parametrize("decodes", [[], [1, 5], [0, 2, 6, ROWS], [ROWS, ROWS]])
+def test_gather_padded(decodes):
+    """Places of decoding rows are filled in, those of padding and of chunks stay as they were sent."""
+    scalars, seeds, table, _ = state(3)
+    decode_rows = torch.tensor(decodes, dtype=torch.int32)
+    sample_rows, sample_index = (torch.tensor(values, dtype=torch.int32) for values in ([0, 1, 4, ROWS, ROWS], [2, 0, 5, 0, 0]))
+    sent = [torch.arange(begin, begin + 6, dtype=torch.int32) for begin in (100, 200, 300)]
+    plain, ours = [part.clone() for part in sent], [part.clone() for part in sent]
+    tail = (sample_rows, sample_index, scalars, seeds, table, BLOCK_SIZE, ROWS)
+    expected = reference.gather_padded(decode_rows, *plain, *tail)
+    for mine, theirs in zip([*steps.gather_padded(decode_rows, *ours, *tail), *ours], [*expected, *plain], strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    assert expected[0].tolist() == scalars[0, decode_rows.long()].tolist() and torch.equal(plain[2], sent[2])
+    _, _, positions, slots = reference.gather_rows(decode_rows, scalars, seeds, table, BLOCK_SIZE)
+    for place in range(6):
+        known = place < len(decodes) and decodes[place] != ROWS
+        assert int(plain[0][place]) == (int(scalars[1, decodes[place]]) if known else 100 + place)
+        assert int(plain[1][place]) == (int(positions[place]) if known else 200 + place)
+        assert int(expected[1][place]) == (int(slots[place]) if known else 300 + place)
+    assert torch.equal(expected[2], scalars[:, sample_rows.long()]) and torch.equal(expected[3], seeds[sample_rows.long()])
+    assert expected[4].tolist() == sample_index.tolist()
+
+
 @pytest.mark.parametrize("drawn", [[3, -1, 5], [0, 2, 100]])
 def test_finish_rows(drawn):
     scalars, _, _, stops = state(2)
