@@ -39,19 +39,23 @@ class Tls:
                 context.load_verify_locations(cadata=_read(self.ca).decode("ascii", "replace"))
         except ssl.SSLError:
             raise WrongAccess(f"{self.ca} holds no PEM certificate") from None
-        if self.cert is None or self.key is None:
-            return
-        for path in (self.cert, self.key):
-            _read(path)
-        try:
-            context.load_cert_chain(self.cert, self.key, password="")
-        except ssl.SSLError as error:
-            why = "do not belong together" if "MISMATCH" in str(error) else "are not a certificate and its key in PEM"
-            raise WrongAccess(f"{self.cert} and {self.key} {why}") from None
+        if self.cert is not None and self.key is not None:
+            load_pair(context, self.cert, self.key)
 
     def options(self) -> list[tuple[str, str]]:
         """Channel arguments."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+
+
+def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Gives a context a certificate and its key. Raises WrongAccess for files that are no such pair."""
+    for path in (cert, key):
+        _read(path)
+    try:
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        why = "do not belong together" if "MISMATCH" in str(error) else "are not a certificate and its key in PEM"
+        raise WrongAccess(f"{cert} and {key} {why}") from None
 
 
 def _read(path: str) -> bytes:

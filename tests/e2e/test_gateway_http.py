@@ -3,14 +3,20 @@
 import asyncio
 import json
 import signal
+import socket
+import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
+from frontend.secure_rig import Authority, write
 
 from pagecast import Client
 
@@ -235,7 +241,49 @@ def test_a_gateway_warns_once_of_tokens_in_plaintext(words: list[str], warned: l
     assert all("--target-tls" in line["event"] and "plaintext" in line["event"] for line in told) and "address" in lines[-1]
 
 
-def test_a_gateway_that_cannot_work_says_why() -> None:
+def test_a_gateway_takes_over_a_new_certificate_and_no_bad_one(tmp_path: Path, served: Served) -> None:
+    authority = Authority.make(tmp_path)
+    cert, key = authority.issue("own", "localhost")
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+
+    def shown(port: int) -> str:
+        encrypted = partial(trusted.wrap_socket, server_hostname="localhost")
+        with socket.create_connection(("127.0.0.1", port), LIMIT_S) as plain, encrypted(plain) as connection:
+            return str(connection.getpeercert()["serialNumber"])
+
+    words = ("--target", served.address, "--http-port", "0", "--log-format", "json", "--tls-cert", cert, "--tls-key", key)
+    lines: list[str] = []
+    with subprocess.Popen([*PAGECAST, "gateway", *words], stderr=subprocess.PIPE, text=True) as gateway:
+        reader = threading.Thread(target=lambda: lines.extend(gateway.stderr or ()), daemon=True)
+        try:
+            assert gateway.stderr is not None
+            address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
+            port = int(address.rpartition(":")[2])
+            reader.start()
+            first = shown(port)
+            write(Path(cert), b"half of a certific")
+            until(lambda: shown(port) == first and any("not taken over" in line for line in lines), "a bad certificate is not told")
+            assert shown(port) == first
+            authority.issue("own", "localhost")
+            until(lambda: shown(port) != first, "a new certificate is not taken over")
+            with httpx.Client(verify=trusted, timeout=LIMIT_S) as http:
+                assert http.get(f"https://localhost:{port}/version").status_code == 200
+        finally:
+            gateway.kill()
+            if reader.ident is not None:
+                reader.join(LIMIT_S)
+
+
+def test_a_gateway_that_cannot_work_says_why(tmp_path: Path) -> None:
+    cert, key = Authority.make(tmp_path).issue("own", "localhost")
+    open_key = write(tmp_path / "open.key", Path(key).read_bytes(), mode=0o644)
+    for files, said in (
+        ((cert, "/nowhere.key"), "cannot read /nowhere.key"), ((cert, cert), "are not a certificate and its key in PEM"),
+        ((cert, Authority.make(tmp_path).issue("other", "localhost")[1]), "do not belong together"),
+        ((cert, open_key), "may be read by everyone"),
+    ):  # fmt: skip
+        bad = pagecast("gateway", "--http-port", "0", "--tls-cert", files[0], "--tls-key", files[1])
+        assert bad.returncode == 2 and said in bad.stderr and len(bad.stderr.splitlines()) == 1
     away = pagecast("gateway", "--host", "0.0.0.0")
     assert away.returncode == 2 and "plain HTTP" in away.stderr and "--insecure" in away.stderr
     wrong = pagecast("gateway", "--http-port", "70000")

@@ -20,6 +20,7 @@ from pagecast_scheduler.frontend.event_loop import run_until_done
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.gateway.app import make_app
 from pagecast_scheduler.gateway.backend import Backend
+from pagecast_scheduler.gateway.certificate import listening_context
 from pagecast_scheduler.gateway.config import GatewayConfig, check
 
 log = structlog.get_logger("pagecast.gateway")
@@ -110,6 +111,7 @@ async def serve(config: GatewayConfig) -> int:
         print(f"pagecast gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
         return 2
     try:
+        encryption = listening_context(config)
         backend = Backend(config.target.split(","), config.access)
     except WrongAccess as error:
         print(f"pagecast gateway: {error}", file=sys.stderr)
@@ -121,10 +123,13 @@ async def serve(config: GatewayConfig) -> int:
             targets=config.plaintext_targets,
         )
     app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
-    server = Server(uvicorn.Config(
+    settings = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
-        server_header=False, ssl_certfile=config.tls_cert, ssl_keyfile=config.tls_key,
-    ))
+        server_header=False,
+    )  # fmt: skip
+    settings.load()
+    settings.ssl = encryption  # of the settings that uvicorn has for files, none follows their changes
+    server = Server(settings)
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
     address = f"{'https' if config.tls_cert else 'http'}://{host}:{listener.getsockname()[1]}"
     listener.listen(MAX_CONNECTIONS)  # from here on a client that knows the address can connect
