@@ -241,6 +241,15 @@ def test_a_gateway_warns_once_of_tokens_in_plaintext(words: list[str], warned: l
     assert all("--target-tls" in line["event"] and "plaintext" in line["event"] for line in told) and "address" in lines[-1]
 
 
+def test_health_needs_no_token_where_everything_else_does(tmp_path: Path) -> None:
+    auth = str(tmp_path / "auth.toml")
+    header = {"Authorization": f"Bearer {pagecast('token', 'alice', '--file', auth).stdout.split()[-1]}"}
+    with serve(*ORACLE, "--auth-file", auth) as cluster, httpx.Client(base_url=cluster.http, timeout=LIMIT_S) as http:
+        until(lambda: http.get("/health").status_code == 200, "its health cannot be seen")
+        assert http.get("/v1/models").status_code == 401 and http.get("/v1/models", headers=header).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 401
+
+
 def test_a_gateway_takes_over_a_new_certificate_and_no_bad_one(tmp_path: Path, served: Served) -> None:
     authority = Authority.make(tmp_path)
     cert, key = authority.issue("own", "localhost")

@@ -100,7 +100,7 @@ async def test_a_gateway_reaches_front_ends_over_tls_with_its_certificate(folder
         config = GatewayConfig(target=rig.frontend.address, **access)
         backend = Backend([config.target], config.access)
         try:
-            return await backend.is_serving()
+            return await backend.is_serving(())
         finally:
             await backend.close()
 
@@ -223,6 +223,17 @@ async def test_unix_sockets_are_this_users_alone_and_not_taken_from_whoever_list
     with pytest.raises(PortInUse):
         await Frontend(FrontendConfig(run_dir=str(folder), port=0, uds=str(path))).start()
     assert path.read_text() == "somebody's file"
+
+
+async def test_a_unix_socket_asks_for_a_token_but_for_health(folder: Path) -> None:
+    rig = await start_rig(folder, auth_file=write(folder / "auth.toml", b""), uds=str(folder / "c.sock"))
+    async with grpc.aio.insecure_channel(f"unix:{folder}/c.sock") as channel:
+        assert await asked(channel) == "SERVING"
+        for method in ("/pagecast.v1.GenerationService/Generate", "/pagecast.v1.RuntimeService/GetLoad"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(method)(b"")
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    await stop_rig(rig)
 
 
 async def test_probes_need_no_credentials_and_get_health_alone(folder: Path) -> None:

@@ -71,7 +71,7 @@ class Authorizer:
                 raise Refusal(Reason.TOKEN_MISSING)
             return known[0]
         if not sans:
-            raise Refusal(Reason.TOKEN_MISSING, message="the client certificate has no subject alternative name")
+            raise Refusal(Reason.TOKEN_MISSING, message="a client certificate with a subject alternative name is needed")
         return of_certificate(sans[0])
 
     def allow(self, principal: Principal, method: str) -> None:

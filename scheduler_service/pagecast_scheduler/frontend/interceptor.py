@@ -17,7 +17,7 @@ from pagecast_scheduler.frontend.boundary import end_with
 from pagecast_scheduler.frontend.call_context import Call
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
-from pagecast_scheduler.frontend.principals import Principal
+from pagecast_scheduler.frontend.principals import ANONYMOUS, Principal
 from pagecast_scheduler.frontend.tracing import Spans
 
 log = structlog.get_logger("pagecast.frontend")
@@ -26,6 +26,9 @@ _ANSWERS = "/pagecast.v1.GenerationService/"
 """Methods whose answers carry a load report."""
 _QUIET = ("/grpc.", "/pagecast.v1.RuntimeService/", "/xds.")
 """Methods that are called all the time by machines; their good ends are logged at debug level."""
+
+
+_HEALTH = "/grpc.health.v1.Health/"
 
 
 class ConnectionLimit:
@@ -108,6 +111,8 @@ class CallInterceptor:
         call = call_context.read_metadata(context.invocation_metadata() or ())
         if self._principal is not None:
             call.principal = self._principal
+        elif method.startswith(_HEALTH) and context.peer().startswith("unix:"):
+            call.principal = ANONYMOUS  # whoever opens such a socket is this user: the gateway, which has no token of its own
         else:
             sans = sans_of(context) if self._authorizer.has_client_ca else ()
             call.principal = self._authorizer.identify(call.authorization, sans)

@@ -261,8 +261,8 @@ def _add_watching(app: FastAPI, backend: Backend, version: str) -> None:
         return {"running": now.num_running, "waiting": now.num_waiting, "kv_utilization": now.kv_utilization, "state": int(now.state)}
 
     @app.get("/health")
-    async def health() -> Response:
-        serving = await backend.is_serving()
+    async def health(request: Request) -> Response:
+        serving = await backend.is_serving(caller(request))
         return JSONResponse({"status": "SERVING" if serving else "NOT_SERVING"}, 200 if serving else 503)
 
     @app.get("/version")

@@ -131,11 +131,11 @@ class Backend:
         answer: runtime_pb2.GetLoadResponse = await self._ask(lambda e: e.runtime.GetLoad(request, metadata=metadata))
         return answer
 
-    async def is_serving(self) -> bool:
-        """Whether any front end says SERVING."""
+    async def is_serving(self, metadata: Metadata) -> bool:
+        """Whether any front end says SERVING to this caller."""
         for endpoint in self._in_turn():
             try:
-                if health_status(await endpoint.health(health_request(""), timeout=HEALTH_TIMEOUT_S)) == "SERVING":
+                if health_status(await endpoint.health(health_request(""), timeout=HEALTH_TIMEOUT_S, metadata=metadata)) == "SERVING":
                     return True
             except grpc.RpcError:
                 continue
