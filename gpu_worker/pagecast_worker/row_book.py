@@ -4,6 +4,7 @@ Everything about a step but the values of sampled tokens is known here without a
 row's length is its known tokens plus the steps planned for it.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,14 +75,17 @@ def _joined(parts: list[Int]) -> Int:
     return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else NONE
 
 
+_VERSIONS = itertools.count()
+
+
 class RowBook:
     """Mirrors of every row of one epoch. Raises PlanError for a plan that contradicts them."""
 
     def __init__(self, start: StartEpoch, max_blocks: int) -> None:
         rows = start.max_num_seqs
         self.start = start
-        self.version = 0
-        """Counts admissions: while it stays, a row's leading blocks do."""
+        self.version = next(_VERSIONS)
+        """Another one after each admission, and in each book: while it stays, a row's leading blocks do."""
         self.max_blocks = max_blocks
         self.table = np.zeros((rows, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
@@ -211,7 +215,7 @@ class RowBook:
         if row >= len(self.active) or self.active[row] or not 0 < len(tokens) <= self.known.shape[1] or len(blocks) > self.max_blocks:
             raise PlanError(f"admission to row {row} of {len(tokens)} tokens in {len(blocks)} blocks does not fit")
         self.active[row] = True
-        self.version += 1
+        self.version = next(_VERSIONS)
         self.known[row, : len(tokens)] = tokens
         self.num_known[row] = self.num_tokens[row] = len(tokens)
         self.max_tokens[row], self.min_tokens[row] = admission.max_tokens, admission.min_tokens

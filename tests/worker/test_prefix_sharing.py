@@ -72,6 +72,14 @@ def test_the_answer_is_new_after_an_admission(monkeypatch):
     assert finder.of(book, np.arange(4)) is None
 
 
+def test_the_answer_is_new_in_an_epoch_that_admits_the_same_rows(monkeypatch):
+    """A scheduler that comes back may give the same rows other blocks, after as many admissions."""
+    monkeypatch.setattr(sharing, "WORTHWHILE_BYTES", 1)
+    finder, rows = PrefixSharing(8, 1), np.arange(4)
+    assert finder.of(book_of([([1, 2, 3, 4 + n], 64) for n in range(4)]), rows).skip.tolist() == [48] * 4
+    assert finder.of(book_of([([1, 2 + n, 6 + n, 10 + n], 64) for n in range(4)]), rows).skip.tolist() == [16] * 4
+
+
 class Here(DecodeGraphs):
     """Graphs without CUDA. shared: how many replays read a prefix once."""
 
