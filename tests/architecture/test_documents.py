@@ -10,9 +10,11 @@ from architecture.source_tree import PACKAGES, ROOT
 
 from pagecast.cli import bench, options, roles
 from pagecast.cli.main import COMMANDS
+from pagecast.cli.parser import Parser
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), ROOT / "docker-compose.yml"]
+SAID = [*COMMANDS, *(f"bench {name}" for name in bench.names())]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 
@@ -51,18 +53,31 @@ def test_readme_names_commands_that_exist() -> None:
         assert name in bench.names(), name
 
 
-def flags(command: str) -> set[str]:
-    """Every flag of `pagecast COMMAND`."""
-    parser = argparse.ArgumentParser()
+def parser_of(command: str) -> Parser:
+    """What reads the words after `pagecast COMMAND`."""
+    parser = Parser(f"pagecast {command}")
     if command in (*options.ROLES, options.GATEWAY):
         roles.add_arguments(parser, command)
     else:
         import_module(f"pagecast.cli.{command.replace('-', '_').replace(' ', '_')}").add_arguments(parser)
-    return {flag for action in parser._actions for flag in action.option_strings}
+    return parser
+
+
+def test_every_option_has_a_help_that_tells_its_default() -> None:
+    for command in SAID:
+        parser = parser_of(command)
+        for action in parser._actions:
+            told = parser._get_formatter()._get_help_string(action)
+            assert action.help and told, f"{command} {action.dest}"
+            is_value = isinstance(action.default, int | float | str) and action.default not in ("", argparse.SUPPRESS)
+            if action.option_strings and is_value and not isinstance(action.default, bool):
+                assert "(default" in told, f"{command} {action.dest}"
+    assert parser_of("bench latency").parse_args([]).unnamed == "single"
+    assert parser_of("bench latency").parse_args(["--workload", "chat"]).workload == ["chat"]
 
 
 def test_documents_give_commands_the_flags_that_they_have() -> None:
-    known = {command: flags(command) for command in [*COMMANDS, *(f"bench {name}" for name in bench.names())]}
+    known = {command: {flag for action in parser_of(command)._actions for flag in action.option_strings} for command in SAID}
     wrong, found = [], 0
     for path in DOCUMENTS:
         for command, rest in re.findall(r"\bpagecast (bench [a-z_]+|[a-z-]+)((?:\\\n|[^\n`#])*)", path.read_text()):

@@ -15,7 +15,7 @@ LIMIT_S = 300.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=Whole(2), help="processes, one for each GPU (default: every GPU; without GPUs two, over gloo)")
-    parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
 
 
 def measured(ranks: int) -> dict[str, dict[str, float]]:

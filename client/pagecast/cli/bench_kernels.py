@@ -20,7 +20,7 @@ PARTS = ("decode", "prefill", "mixed", "shared", "sample", "products", "quantize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--results", default="benchmarks/results", help="folder for the result file")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
     parser.add_argument("--parts", type=Names(PARTS), default=",".join(PARTS), help="what to measure, separated by commas (default: all)")
     parser.add_argument(
         "--tune", nargs="+", metavar="SHAPE",

@@ -6,8 +6,7 @@ from pagecast.cli import bench_throughput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    bench_throughput.add_arguments(parser)
-    parser.set_defaults(workload=["single"])
+    bench_throughput.add_arguments(parser, "single")
 
 
 run = bench_throughput.run

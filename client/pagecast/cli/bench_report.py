@@ -15,13 +15,13 @@ from pagecast.cli.quantities import Number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--targets", default="benchmarks/targets.toml")
-    parser.add_argument("--results", default="benchmarks/results")
+    parser.add_argument("--targets", default="benchmarks/targets.toml", metavar="FILE", help="the targets")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="the result files")
     parser.add_argument("--group", help="only targets of this group")
     parser.add_argument("--write", action="store_true", help="record what was reached in the targets file")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (SVG) of the workloads beside vLLM")
     parser.add_argument("--dollars-per-hour", type=Number(above=0), help="price of the GPU: also say what a million tokens cost")
-    parser.add_argument("--anchors", default="benchmarks/anchors.json", help="vLLM's figures where it did not run along")
+    parser.add_argument("--anchors", default="benchmarks/anchors.json", metavar="FILE", help="vLLM's figures where it did not run along")
 
 
 def reached(target: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any] | None:

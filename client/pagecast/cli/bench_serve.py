@@ -21,16 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="server", help="goes into the metric names")
     parser.add_argument("--rate", action="append", type=Number(above=0),
                         help="requests a second; several give a curve (default: unbounded)")
-    parser.add_argument("--num-prompts", type=COUNT, default=600)
+    parser.add_argument("--num-prompts", type=COUNT, default=600, help="requests of each repetition")
     parser.add_argument("--input-tokens", type=COUNT, default=256, help="mean prompt length, in words of about one token")
     parser.add_argument("--output-tokens", type=COUNT, default=192, help="mean output length")
     parser.add_argument("--range-ratio", type=Number(least=0, most=1), default=0.6, help="lengths are uniform within mean x (1 +- ratio)")
     parser.add_argument("--clients", type=COUNT, default=2, metavar="N",
                         help="processes that ask: the client is not to be what is measured")
-    parser.add_argument("--repetitions", type=COUNT, default=3)
+    parser.add_argument("--repetitions", type=COUNT, default=3, help="of every rate and server; the median counts")
     parser.add_argument("--ttft-limit-ms", type=Number(above=0), help="goodput counts requests within this")
     parser.add_argument("--tpot-limit-ms", type=Number(above=0), help="and this")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
+    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw latency against rate")
     parser.set_defaults(usage_error=parser.error)
 

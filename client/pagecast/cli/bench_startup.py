@@ -17,14 +17,14 @@ from pagecast.models import DEFAULT_MODEL
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="MODEL", help="as for serve")
     parser.add_argument("--random-weights", choices=model_shapes.SHAPES, metavar="SHAPE",
                         help=f"a model shape instead of a model: {', '.join(model_shapes.SHAPES)}")
     parser.add_argument("--checkpoint", metavar="FOLDER",
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="for --checkpoint, which has none; the prompt is ids")
     parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; of several the last is the warm one")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
+    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file and the processes' log go")
     parser.set_defaults(usage_error=parser.error)
 
 

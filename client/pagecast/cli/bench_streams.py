@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stalled-seconds", type=SECONDS, default=20.0, help="for how long, with and without them (default: %(default)s)")
     parser.add_argument("--settle-seconds", type=SECONDS, default=40.0, help="until every stalled reader is paused (default: %(default)s)")
     parser.add_argument("--repetitions", type=COUNT, default=3, help="of the comparison; the median counts (default: %(default)s)")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
+    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,16 +17,17 @@ Table = dict[str, dict[str, dict[str, float]]]
 """Workload to engine to figure."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, workload: str = "chat") -> None:
     parser.add_argument("--random-weights", metavar="SHAPE", default="smol135m", help=f"model shape: {', '.join(model_shapes.SHAPES)}")
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be given several times (default: chat)")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help=f"may be given several times (default: {workload})")
     parser.add_argument("--limit", type=COUNT, help="only the first N requests of each workload")
     parser.add_argument("--repetitions", type=COUNT, default=3, help="timed repetitions of each engine; the median counts")
-    parser.add_argument("--repetitions-of", type=repetitions_of, action="append", default=[], metavar="WORKLOAD=N", help="of one workload")
+    parser.add_argument("--repetitions-of", type=repetitions_of, action="append", default=[], metavar="WORKLOAD=N",
+                        help="the same for one workload")
     parser.add_argument("--warmup", type=ANY_COUNT, default=1, help="untimed repetitions before")
-    parser.add_argument("--max-num-seqs", type=COUNT, default=256)
-    parser.add_argument("--max-num-batched-tokens", type=COUNT, default=16384)
-    parser.add_argument("--max-model-len", type=Whole(2))
+    parser.add_argument("--max-num-seqs", type=COUNT, default=256, help="of every engine")
+    parser.add_argument("--max-num-batched-tokens", type=COUNT, default=16384, help="of every engine")
+    parser.add_argument("--max-model-len", type=Whole(2), help="of every engine (default: the model's)")
     parser.add_argument("--gpu-memory-utilization", type=SHARE, default=0.9, help="share of each engine; a peer is resident too")
     parser.add_argument("--peer", choices=("vllm", "transformers", Invariant.name), help=f"measure this engine too, alternating with ours; "
                         f"{Invariant.name}: ours with that option, to see what it costs")
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
     parser.add_argument("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a serve option of ours")
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
-    parser.set_defaults(usage_error=parser.error)
+    parser.set_defaults(usage_error=parser.error, unnamed=workload)
 
 
 def repetitions_of(text: str) -> tuple[str, int]:
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.peer is None and (args.peer_only or args.peer_defaults or args.in_turn):
         args.usage_error("--peer-only, --peer-defaults and --in-turn need --peer")
     results.check_folder(args.json)
-    chosen = args.workload or ["chat"]
+    chosen = args.workload or [args.unnamed]
     if few := [workload for workload in chosen if repetitions(args, workload) < 3]:
         print(f"note: fewer than three repetitions of {', '.join(few)}; the median is not to be published")
     options = EngineOptions(

@@ -145,6 +145,11 @@ OPTIONS: tuple[Option, ...] = (
 
 _TYPES: dict[type, Callable[[str], Any]] = {int: Whole(), float: Number(), str: str}
 """How a value is read. Its range is the roles' configurations' to check, where programs that embed a cluster meet it too."""
+_KINDS = (
+    ("PEM file", "FILE"), ("TOML file", "FILE"), ("file ", "FILE"), ("folder (", "FOLDER"), ("folder of", "FOLDER"), ("no model", "FOLDER"),
+    ("Unix socket", "PATH"), ("URL", "URL"), ("host:port", "HOST:PORT"), ("gRPC addresses", "HOST:PORT"), ("take tokenizer", "MODEL"),
+)
+"""How the help of a text begins, and what stands for its value there."""
 _NAMES = re.compile(
     r"(?<![-\w/])(?:" + "|".join(option.name for option in OPTIONS if "_" in option.name) + r")(?!\w)"
     + r"|^(?:" + "|".join(option.name for option in OPTIONS) + r")(?= (?:must|is|needs) )"
@@ -172,8 +177,15 @@ def add(parser: argparse.ArgumentParser, chosen: Iterable[Option]) -> None:
         else:
             parser.add_argument(
                 option.flag, type=_TYPES[option.kind], default=default, choices=option.choices or None, required=required,
-                help=text.replace("%", "%%"), metavar=option.kind.__name__.upper() if not option.choices else None,
+                help=text.replace("%", "%%"), metavar=_stand_in(option),
             )
+
+
+def _stand_in(option: Option) -> str | None:
+    """What a help writes for the value of a text; the parser knows it for the rest."""
+    if option.kind is not str or option.choices:
+        return None
+    return next((word for start, word in _KINDS if option.help.startswith(start)), option.name.rpartition("_")[2].upper())
 
 
 def _from_environment(parser: argparse.ArgumentParser, option: Option) -> Any:

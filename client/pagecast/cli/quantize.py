@@ -25,7 +25,8 @@ class CannotQuantize(PagecastError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="as for serve: a name, a folder or a .gguf file")
     parser.add_argument("out", metavar="OUT", help="folder to write")
-    parser.add_argument("--to", required=True, choices=METHODS, help="awq and gptq calibrate int4, rtn-int4 rounds to the nearest")
+    parser.add_argument("--to", required=True, choices=METHODS,
+                        help="awq and gptq calibrate int4, rtn-int4 rounds to the nearest; fp8 is e4m3, calibrated where a text is given")
     parser.add_argument("--calibration", metavar="FILE", help="a UTF-8 text like what the model will serve (awq, gptq; fp8 if given)")
     parser.add_argument("--samples", type=COUNT, default=128, metavar="N", help="pieces of the text to use (default: %(default)s)")
     parser.add_argument("--sample-tokens", type=Whole(16), default=512, metavar="N", help="tokens of a piece (default: %(default)s)")
