@@ -9,8 +9,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", metavar="PNG", help="draw block use, running, waiting and preemptions over plans")
 
 
+    parser.add_argument("--times", action="store_true", help="run nothing again: tell by kinds of steps where its time went")
+
+
 def run(args: argparse.Namespace) -> int:
-    return replay(args.file, args.picture)
+    return show_times(args.file) if args.times else replay(args.file, args.picture)
+
+
+def show_times(file: str) -> int:
+    """0: printed; 1: the file cannot be read."""
+    from pagecast_scheduler.engine.replay import RecordingError
+    from pagecast_scheduler.engine.step_times import step_times, table
+
+    try:
+        print(*table(step_times(file)), sep="\n")
+    except (OSError, RecordingError) as error:
+        return _unreadable(file, error)
+    return 0
+
+
+def _unreadable(file: str, error: Exception) -> int:
+    reason = (error.strerror or "cannot be read") if isinstance(error, OSError) else str(error)
+    print(f"pagecast replay: {file}: {reason}", file=sys.stderr)
+    return 1
 
 
 def replay(file: str, picture: str | None) -> int:
@@ -21,9 +42,7 @@ def replay(file: str, picture: str | None) -> int:
     try:
         result = run_again(file)
     except (OSError, RecordingError) as error:
-        reason = (error.strerror or "cannot be read") if isinstance(error, OSError) else str(error)
-        print(f"pagecast replay: {file}: {reason}", file=sys.stderr)
-        return 1
+        return _unreadable(file, error)
     print(f"{result.num_requests} requests, {result.num_plans} plans, {result.num_results} results")
     if picture:
         draw(result, picture)
