@@ -107,3 +107,10 @@ def test_links_lead_somewhere() -> None:
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
             assert (Path(path.parent) / target).exists(), target
+
+
+def test_kept_results_name_no_folder_of_one_machine() -> None:
+    tables = (ROOT / "kernels/pagecast_kernels/tables").glob("*.json")
+    files = [ROOT / "benchmarks/targets.toml", *(ROOT / "benchmarks").rglob("*.json"), *tables]
+    commands = [(path.name, found) for path in files for found in re.findall(r'command"? ?[:=] "(pagecast [^"]*)"', path.read_text())]
+    assert len(commands) > 20 and [told for told in commands if re.search(r"[ =]/", told[1])] == []
