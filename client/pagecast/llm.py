@@ -5,7 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Semaphore
+from queue import SimpleQueue
 from typing import Any, Self, Unpack, cast
 
 import grpc
@@ -129,7 +129,7 @@ class LLM(_Embedded):
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
         specs = (requests.generation_spec(prompt, one, options) for prompt, one in zip(many, each))
-        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, self._run(specs, len(many), options.get("timeout")))]
+        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, self._run(specs, options.get("timeout")))]
 
     def chat(
         self, conversations: requests.Chat | Sequence[requests.Chat], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -138,23 +138,32 @@ class LLM(_Embedded):
         """generate for one conversation or many, under the model's own chat template."""
         return self.generate(cast(Any, conversations), sampling, **options)
 
-    def _run(self, specs: Iterator[generation_pb2.GenerationSpec], count: int, timeout: float | None) -> list[types.Generation]:
-        """Keep a window of calls open, so that the batch is always full and the queue never long."""
-        room = Semaphore(self._window)
-        futures: list[Any] = []
+    def _run(self, specs: Iterator[generation_pb2.GenerationSpec], timeout: float | None) -> list[types.Generation]:
+        """Keep a window of calls open, so that the batch is always full and the queue never long. Answers are read as they come, so that
+        little is left to do after the last one."""
+        ended: SimpleQueue[int] = SimpleQueue()
+        calls: list[Any] = []
+        read: dict[int, types.Generation] = {}
+
+        def read_one() -> None:
+            number = ended.get()
+            read[number] = answers.generation(calls[number].result())
+
         try:
             for number, spec in enumerate(specs):
-                room.acquire()
+                if len(calls) - len(read) >= self._window:
+                    read_one()
                 stub, request = self._stubs[number % len(self._stubs)], generation_pb2.GenerateRequest(spec=spec)
-                call = stub.Generate.future(request, timeout=timeout)
-                call.add_done_callback(lambda _: room.release())
-                futures.append(call)
-            return [answers.generation(future.result()) for future in futures]
+                calls.append(stub.Generate.future(request, timeout=timeout))
+                calls[number].add_done_callback(lambda _, number=number: ended.put(number))
+            while len(read) < len(calls):
+                read_one()
+            return [read[number] for number in range(len(calls))]
         except grpc.RpcError as error:
             raise from_rpc(error) from None
         finally:
-            for future in futures:
-                future.cancel()
+            for call in calls:
+                call.cancel()
 
     def close(self) -> None:
         """Stop the cluster. May be called again."""
