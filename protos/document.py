@@ -98,8 +98,15 @@ def _link(name: str) -> str:
     return f"[{short}](#{short.lower()})" if name.startswith(".pagecast.") else name.removeprefix(".google.protobuf.")
 
 
+def _name(field: pb.FieldDescriptorProto) -> str:
+    return _link(field.type_name) if field.type_name else _SCALARS[field.type]
+
+
 def _type(message: pb.DescriptorProto, field: pb.FieldDescriptorProto) -> str:
-    name = _link(field.type_name) if field.type_name else _SCALARS[field.type]
+    name = _name(field)
+    for entry in message.nested_type:
+        if entry.options.map_entry and field.type_name.endswith(f".{message.name}.{entry.name}"):
+            return f"map of {_name(entry.field[0])} to {_name(entry.field[1])}"
     if field.label == _Field.LABEL_REPEATED:
         return f"repeated {name}"
     if field.proto3_optional:

@@ -103,10 +103,17 @@ def test_readme_leads_to_every_document() -> None:
     assert [path.name for path in (ROOT / "docs").glob("*.md") if f"](docs/{path.name})" not in README] == []
 
 
+def headings(path: Path) -> set[str]:
+    """What links to parts of a document are made of."""
+    return {re.sub(r"[^\w -]", "", found.lower()).replace(" ", "-") for found in re.findall(r"^#+ (.*)$", path.read_text(), re.M)}
+
+
 def test_links_lead_somewhere() -> None:
     for path in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md")]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
-            assert (Path(path.parent) / target).exists(), target
+        for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+            meant = path.parent / target if target else path
+            assert meant.exists(), target
+            assert not heading or heading in headings(meant), f"{path.name}: {target}#{heading}"
 
 
 def test_kept_results_name_no_folder_of_one_machine() -> None:
