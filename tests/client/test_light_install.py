@@ -1,7 +1,10 @@
 """The client works where only grpcio, protobuf and googleapis-common-protos are installed, and loads nothing before it is used."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 from client.fake_server import FakeServer
 
@@ -63,6 +66,16 @@ def test_what_is_missing_for_the_conformance_suite_is_named_before_it_begins(ser
     done = python(BLOCKER + "from pagecast.cli.main import main\nsys.exit(main(sys.argv[1:]))", "conformance", "--target", server.target)
     assert (done.returncode, done.stdout) == (2, "")
     assert "pip install 'pagecast[conformance]'" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_gateways_extra_is_enough_for_a_gateway() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {re.split(r"[\[>=; ]", word)[0] for word in project["gateway"]}
+    others = {"msgspec", "numpy", "zmq", "prometheus_client", "torch", "transformers", "tokenizers", "jinja2", "cryptography", "gguf"}
+    blocked = others - brought
+    code = BLOCKER.replace("top not in BASE and top not in sys.stdlib_module_names", f"top in {blocked!r}")
+    done = python(code + "import pagecast_wire.lifeline, pagecast_scheduler.gateway.main")
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_measurement_names_the_installation_that_brings_its_packages() -> None:

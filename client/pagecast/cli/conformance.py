@@ -30,14 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_server(parser)
     parser.add_argument("--group", action="append", metavar="NAME", help="run this group alone; may be given several times")
     parser.add_argument("--schemas", type=COUNT, metavar="N", help="random JSON Schemas to try (default: 200)")
-    parser.add_argument("--list", action="store_true", help="list the cases and run none")
+    parser.add_argument("--list", action="store_true", help="list the cases and run none; needs no server")
     parser.add_argument("--json", metavar="FILE", help="write the results there as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
     import_module("jsonschema")  # said now if it is not there, not after half of the cases
-    if args.json is not None and not args.list:
+    if args.list:
+        print("\n".join(f"{case.group}: {case.name}" for case in _chosen(args, list(cases.load(None)))))
+        return 0
+    if args.json is not None:
         try:
             open(args.json, "a").close()  # said now, not after all the cases
         except OSError as error:
@@ -46,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
         results = asyncio.run(_run(args))
     except grpc.RpcError as error:
         raise from_rpc(error) from None
-    if args.list:
-        return 0
     if args.json is not None:
         rows = [{"group": r.case.group, "name": r.case.name, "outcome": r.outcome, "remark": r.remark} for r in results]
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -58,9 +59,6 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace) -> list[runner.Result]:
     async with Endpoint(args.target, **arguments.access(args)) as endpoint:
         chosen = _chosen(args, list(cases.load(endpoint.model)))
-        if args.list:
-            print("\n".join(f"{case.group}: {case.name}" for case in chosen))
-            return []
         results = []
         with _progress() as progress:
             task = None if progress is None else progress.add_task("", total=len(chosen))
