@@ -17,7 +17,7 @@ from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.layers.quantized import CpuQuantized, GpuQuantized
 from pagecast_worker.loading.checkpoint import dtype_named
 from pagecast_worker.loading.products import products_of
-from pagecast_worker.models import one_row
+from pagecast_worker.models import folded, one_row
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.staging import Staging
@@ -58,6 +58,7 @@ class Backend:
             from pagecast_kernels import products
             from pagecast_worker.cuda_staging import CudaStaging
 
+            fold_norms(self.config, model)
             self.measured_products = products.prepare(self.device)
             self.ops = cuda_operators(self.config, model, self.device)
             self.staging = CudaStaging(self.device, self.config.max_num_seqs)
@@ -95,10 +96,16 @@ def device_named(name: str, rank: int | None = None) -> torch.device:
     return device
 
 
+def fold_norms(config: WorkerConfig, model: Decoder) -> None:
+    """Does so where the model is one to gain by it and its rows may depend on their company, as a library's sums do."""
+    if config.fold_norms and not config.batch_invariant and folded.suits(model):
+        folded.fold(model)
+
+
 def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
     from pagecast_kernels import products, triton_ops
-    from pagecast_kernels.gemv import gemv_add, norm_gemv, norm_gemv_silu_mul
+    from pagecast_kernels.gemv import norm_gemv, norm_gemv_silu_mul
 
     scratch = _scratch(config, model, device)
 
@@ -110,7 +117,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     def linear_gelu_mul(x: Tensor, weight: Tensor) -> Tensor:
         return triton_ops.gelu_mul(linear(x, weight))
 
-    one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul, "linear_add": gemv_add}
+    one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul}
     names = (
         "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows",
         "gather_padded", "finish_rows", "best_of_shard", "latent_rope_and_write", "latent_prefill",
@@ -119,7 +126,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     ops = SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
         **{name: partial(getattr(triton_ops, name), workspace=workspace) for name, workspace in scratch.items()},
-        linear=linear, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
+        linear=linear, linear_add=products.linear_add, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
         one_row=one_row.suits(model), **one_row_ops,
     )
     if config.batch_invariant:

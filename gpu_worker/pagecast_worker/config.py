@@ -26,7 +26,8 @@ class WorkerConfig:
     .gguf file; the oracle takes it as a name only. num_blocks: KV pool size in blocks, null block included; None measures
     memory. cpu_kv_gib: KV pool size on the CPU backend in GiB. random_weights: a folder with a config.json; weights
     are then made up. quantization: "fp8" or "int4", to which weights are rounded while they are loaded. kv_cache_dtype: "auto" or
-    "fp8". oracle_step_us: microseconds that the oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
+    "fp8". fold_norms: on a GPU, and where a model allows it, norms have no launch of their own. oracle_step_us: microseconds that the
+    oracle takes for a step. dtype "auto": bfloat16 on a GPU, the faster one on a CPU.
     """
 
     run_dir: str
@@ -45,6 +46,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     enforce_eager: bool = False
     batch_invariant: bool = False
+    fold_norms: bool = True
     random_weights: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"

@@ -26,6 +26,7 @@ from pagecast_kernels.reference import (
     note_tokens,
     paged_prefill,
     philox,
+    scaled_qkv,
     silu_mul,
     storage,
     to_cache,
@@ -148,8 +149,11 @@ def rope_and_write_kv(
     out_q: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """See reference.rope_and_write_kv."""
+    qkv = scaled_qkv(qkv, residual, bias, eps)
     key = (cos_sin, positions, slot_mapping, num_kv_heads, k_cache.shape[2])
     found = _rope_step.get(*key)
     if found is None:

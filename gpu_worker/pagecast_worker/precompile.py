@@ -59,7 +59,7 @@ class Precompilation:
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
             "ranks": config.tensor_parallel_size,
             "quantization": config.quantization, "scheme": None if scheme is None else dataclasses.asdict(scheme),
-            "kv_cache_dtype": config.kv_cache_dtype, "batch_invariant": config.batch_invariant,
+            "kv_cache_dtype": config.kv_cache_dtype, "batch_invariant": config.batch_invariant, "fold_norms": config.fold_norms,
             "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
         }  # fmt: skip
         sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
@@ -198,7 +198,7 @@ def _quantize(model: "Decoder", request: dict[str, Any]) -> torch.dtype:
 @torch.inference_mode()
 def launch_all(request: dict[str, Any]) -> None:
     """Every launch that the start of a worker makes, on tensors without memory."""
-    from pagecast_worker.backend import cuda_operators
+    from pagecast_worker.backend import cuda_operators, fold_norms
     from pagecast_worker.batch_state import BatchState
     from pagecast_worker.graphs import buckets, sizes_of_sharing, warm_sizes
     from pagecast_worker.kv_cache import KVCache
@@ -213,12 +213,13 @@ def launch_all(request: dict[str, Any]) -> None:
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
     shape = msgspec.convert(request["shape"], ModelConfig)
-    config = SimpleNamespace(**{name: request[name] for name in ("block_size", "max_num_seqs", "batch_invariant")})
+    config = SimpleNamespace(**{name: request[name] for name in ("block_size", "max_num_seqs", "batch_invariant", "fold_norms")})
     state = BatchState(config.max_num_seqs, request["max_blocks"], device)
     ranks = Ranks(0, request["ranks"], Mute())
     model = Decoder(shape, architecture(shape.architecture).names, ranks, device, dtype, 64)
     kv_dtype = _quantize(model, request)
     cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, kv_dtype)
+    fold_norms(config, model)  # type: ignore[arg-type]
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     rules = TokenRules(config.max_num_seqs, shape.vocab_size, device)
     logits = logits_of_a_step(config.max_num_seqs, model)
@@ -237,7 +238,7 @@ def launch_all(request: dict[str, Any]) -> None:
             TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)
     for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token(), measured=True):
         TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
-    if shape.experts is not None:  # whose launches go by how many tokens there are, in graphs or not
+    if shape.experts is not None or model.folded:  # whose launches go by how many tokens there are, in graphs or not
         for power in range(request["max_num_batched_tokens"].bit_length()):
             prefill_step(worker, 1 << power, 1 << power, 1, whole=True)
 

@@ -29,12 +29,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--fold-norms", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     options = parser.parse_args(arguments)
     executor = TorchExecutor(
         WorkerConfig(
             run_dir=".", model="random", random_weights=options.folder, device=options.device, dtype=options.dtype,
             max_num_seqs=max(options.batch), max_model_len=2 * options.context + 2048, cpu_kv_gib=2.0,
+            fold_norms=options.fold_norms,
         )
     )
     began = time.perf_counter()

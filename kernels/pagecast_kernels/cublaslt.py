@@ -121,16 +121,17 @@ class Problem:
 class Product:
     """A problem with its algorithm, ready to run: what a step calls. Owns nothing but descriptions."""
 
-    def __init__(self, lib: Library, problem: Problem, algo: Algo) -> None:
+    def __init__(self, lib: Library, problem: Problem, algo: Algo, *, add: bool = False) -> None:
+        """add: to what the result's place holds, instead of over it."""
         self._run = lib._lib.cublasLtMatmul
         self._problem = problem
-        one, nothing = ctypes.c_float(1.0), ctypes.c_float(0.0)
-        self._scales = one, nothing
+        one, kept = ctypes.c_float(1.0), ctypes.c_float(float(add))
+        self._scales = one, kept
         self._operation = (lib.handle, problem.operation, byref(one))
         self._algorithm = (byref(algo), c_void_p(lib.workspace.data_ptr()), c_size_t(WORKSPACE_BYTES))
 
     def __call__(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """Into out, on torch's current stream. Raises BlasError."""
+        """Into out, on torch's current stream. Raises BlasError, before anything has run."""
         problem, y = self._problem, c_void_p(out.data_ptr())
         stream = c_void_p(torch.cuda.current_stream().cuda_stream)
         status = self._run(

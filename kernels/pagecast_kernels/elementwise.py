@@ -5,16 +5,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagecast_kernels.row_scales import columns_and_warps, row_scale
+
 _COLUMNS = 1024  # elements a program moves: eight 16-byte accesses of bf16 a warp, four warps
 
 
 @triton.jit
-def _gate_mul(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, COLUMNS: tl.constexpr):
+def _gate_mul(
+    gate_up_ptr, residual_ptr, out_ptr, inner, hidden, eps,
+    GELU: tl.constexpr, SCALED: tl.constexpr, COLUMNS: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < inner
     gate = tl.load(gate_up_ptr + row * 2 * inner + column, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * inner + inner + column, inside, 0.0).to(tl.float32)
+    if SCALED:
+        scale = row_scale(residual_ptr + row * hidden, hidden, eps, HIDDEN)
+        gate, up = gate * scale, up * scale
     if GELU:
         # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
         steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -23,9 +31,9 @@ def _gate_mul(gate_up_ptr, out_ptr, inner, GELU: tl.constexpr, COLUMNS: tl.const
     tl.store(out_ptr + row * inner + column, gate / (1.0 + tl.exp(-steep)) * up, inside)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """See reference.silu_mul. gate_up is contiguous."""
-    return _launch_gate_mul(gate_up, False, out)
+def silu_mul(gate_up: Tensor, out: Tensor | None = None, residual: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """See reference.silu_mul. gate_up and residual are contiguous."""
+    return _launch_gate_mul(gate_up, False, out, residual, eps)
 
 
 def gelu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
@@ -33,11 +41,18 @@ def gelu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     return _launch_gate_mul(gate_up, True, out)
 
 
-def _launch_gate_mul(gate_up: Tensor, gelu: bool, out: Tensor | None) -> Tensor:
+def _launch_gate_mul(gate_up: Tensor, gelu: bool, out: Tensor | None, residual: Tensor | None = None, eps: float = 0.0) -> Tensor:
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device) if out is None else out
-    if tokens:
-        _gate_mul[(tokens, triton.cdiv(inner, _COLUMNS))](gate_up, out, inner, gelu, _COLUMNS, num_warps=4)
+    if not tokens:
+        return out
+    hidden, columns, warps = 1, _COLUMNS, 4
+    if residual is not None:
+        hidden = residual.shape[1]
+        columns, warps = columns_and_warps(tokens, inner)
+    _gate_mul[(tokens, triton.cdiv(inner, columns))](
+        gate_up, residual, out, inner, hidden, eps, gelu, residual is not None, columns, triton.next_power_of_2(hidden), num_warps=warps
+    )
     return out
 
 

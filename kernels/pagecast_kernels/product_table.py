@@ -30,7 +30,7 @@ class ProductTable:
         """entries: for (dtype, columns, depth) the measured numbers of rows; None where torch's choice was as fast."""
         self._lib = lib
         self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
-        self._made: dict[tuple[int, int, int, torch.dtype], Product | None] = {}
+        self._made: dict[tuple[bool, int, int, int, torch.dtype], Product | None] = {}
 
     def measured(self, columns: int, depth: int, dtype: torch.dtype) -> Mapping[int, Algorithm | None]:
         """What was found for weights of this shape, by rows."""
@@ -44,23 +44,38 @@ class ProductTable:
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         """x[T, K] · weight[N, K]ᵀ, all contiguous; None where there is nothing better than torch's choice."""
-        key = (x.shape[0], *weight.shape, x.dtype)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        product = self._made[key]
-        if product is None or not x.is_contiguous():
+        product = self._product(False, x, weight)
+        if product is None:
             return None
         out = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
         product(x, weight, out)
         return out
 
-    def _make(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Product | None:
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
+        """residual += x[T, K] · weight[N, K]ᵀ, in place, all contiguous; None, and nothing done, where that is left to torch."""
+        product = self._product(True, x, weight)
+        if product is None:
+            return None
+        try:
+            product(x, weight, residual)
+        except BlasError:  # the library checks an algorithm for a product, not for a sum with one
+            self._made[True, x.shape[0], *weight.shape, x.dtype] = None
+            return None
+        return residual
+
+    def _product(self, add: bool, x: Tensor, weight: Tensor) -> Product | None:
+        key = (add, x.shape[0], *weight.shape, x.dtype)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key] if x.is_contiguous() else None
+
+    def _make(self, add: bool, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Product | None:
         algorithm = self.algorithm(rows, columns, depth, dtype)
         if algorithm is None:
             return None
         problem = Problem(self._lib, rows, columns, depth, dtype)
         algo = problem.algo(algorithm)
-        return None if algo is None else Product(self._lib, problem, algo)
+        return None if algo is None else Product(self._lib, problem, algo, add=add)
 
 
 def load(device: torch.device, library: Library | None = None) -> ProductTable | None:

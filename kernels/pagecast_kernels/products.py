@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pagecast_kernels import configs, product_table, reference
-from pagecast_kernels.gemv import gemv
+from pagecast_kernels.gemv import gemv, gemv_add
 
 _preferred = ""
 _table: product_table.ProductTable | None = None
@@ -26,10 +26,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
         return gemv(x, weight, bias, out)
     if _table is not None and bias is None and (y := _table.linear(x, weight, out)) is not None:
         return y
+    _choose(x, weight)
+    return reference.linear(x, weight, bias, out)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    """See reference.linear_add; residual is contiguous. The sum is the last step of the product, no launch of its own."""
+    if x.shape[0] == 1:
+        return gemv_add(x, weight, residual)
+    if _table is not None and (y := _table.linear_add(x, weight, residual)) is not None:
+        return y
+    _choose(x, weight)
+    return residual.addmm_(x, weight.t())
+
+
+def _choose(x: Tensor, weight: Tensor) -> None:
+    """The library that is the faster one for a product of torch's."""
     if x.is_cuda:
         aligned = x.element_size() == 2 and x.shape[1] % 8 == 0 and weight.shape[0] % 8 == 0
         prefer(configs.blas_library(x.shape[0]) if aligned else "cublas")
-    return reference.linear(x, weight, bias, out)
 
 
 def prefer(library: str) -> None:

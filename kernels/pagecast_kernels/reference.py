@@ -58,23 +58,28 @@ def _give(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
 # --- norms, activations, products ----------------------------------------------------------------------------------------------
 
 
+def row_scale(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x²) + eps) of each row of x[T, H]: what RMSNorm multiplies it by, but for its weight. Returns [T, 1]."""
+    return torch.rsqrt(_accurate(x).square().mean(-1, keepdim=True) + eps)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """x[T, H] / sqrt(mean(x²) + eps) · weight[H] (Zhang and Sennrich 2019)."""
     wide = _accurate(x)
-    return _give(wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * _accurate(weight), out, x.dtype)
+    return _give(wide * row_scale(wide, eps) * _accurate(weight), out, x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """residual[T, H] += x[T, H] in place; returns rms_norm of the sum, which is taken before it is rounded to residual's dtype."""
     total = _accurate(x) + _accurate(residual)
     residual.copy_(total)
-    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * _accurate(weight)
-    return _give(normed, out, x.dtype)
+    return _give(total * row_scale(total, eps) * _accurate(weight), out, x.dtype)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) · up for gate_up[T, 2I] = gate | up. Returns [T, I]."""
-    gate, up = _accurate(gate_up).chunk(2, -1)
+def silu_mul(gate_up: Tensor, out: Tensor | None = None, residual: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """silu(gate) · up for gate_up[T, 2I] = gate | up, first times the row_scale of residual[T, H] where that is given. Returns [T, I]."""
+    wide = _accurate(gate_up) if residual is None else _accurate(gate_up) * row_scale(residual, eps)
+    gate, up = wide.chunk(2, -1)
     return _give(F.silu(gate) * up, out, gate_up.dtype)
 
 
@@ -135,6 +140,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def scaled_qkv(qkv: Tensor, residual: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """qkv[T, N] times the row_scale of residual[T, H], plus bias[N], each where it is given, in qkv's type."""
+    qkv = qkv if residual is None else (qkv * row_scale(residual, eps)).to(qkv.dtype)
+    return qkv if bias is None else qkv + bias.to(qkv.dtype)
+
+
 def rope_and_write_kv(
     qkv: Tensor,
     cos_sin: Tensor,
@@ -151,14 +162,17 @@ def rope_and_write_kv(
     out_q: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Normalise each head of q and k where weights [D] are given, rotate both, write k and v to their slots. Returns q[T, Hq, D].
 
     qkv[T, (Hq + 2·Hkv)·D]; cos_sin[max_pos, D] float32, cosines in the first half and sines in the second; positions int32[T];
     slot_mapping int64[T] is block · block_size + offset, and a negative slot writes nothing. Caches of float8_e4m3fn hold k and v
-    divided by k_scale and v_scale, float32[Hkv].
+    divided by k_scale and v_scale, float32[Hkv]. Before all that, qkv is multiplied by the row_scale of residual[T, H] and gets
+    bias[(Hq + 2·Hkv)·D] added, where they are given.
     """
-    heads = _accurate(qkv).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    heads = scaled_qkv(_accurate(qkv), residual, bias, eps).view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 1)
     if q_norm is not None:
         q = rms_norm(q, q_norm, eps)

@@ -1,5 +1,7 @@
 """Rotary embedding, optional q/k norm and the write of K and V into the paged cache, in one pass over qkv.
 
+On the way in, qkv may be scaled as RMSNorm of the rows that it was made from would have done it, and get a bias.
+
 A program takes one token and HEADS heads of its q|k|v row as two tiles, the first and the second half of each head, so that
 rotation needs no exchange between threads. Heads of q go to `out_q`, heads of k and v to the token's slot.
 """
@@ -10,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
+from pagecast_kernels.row_scales import heads_and_warps, row_scale
 
 _HEADS = 8
 
@@ -37,13 +40,18 @@ def _rope_and_write_kv(
     slots_ptr,
     k_ptr,
     v_ptr,
+    residual_ptr,
+    bias_ptr,
     q_norm_ptr,
     k_norm_ptr,
     k_scale_ptr,
     v_scale_ptr,
     q_ptr,
     qkv_stride,
+    hidden,
     eps,
+    ROW_SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     SCALED: tl.constexpr,
@@ -53,6 +61,7 @@ def _rope_and_write_kv(
     HALF: tl.constexpr,
     LANES: tl.constexpr,
     HEADS: tl.constexpr,
+    HIDDEN: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -70,6 +79,15 @@ def _rope_and_write_kv(
 
     is_q = (head < NUM_HEADS)[:, None]
     first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if ROW_SCALED:
+        row = row_scale(residual_ptr + token * hidden, hidden, eps, HIDDEN)
+        first, second = first * row, second * row
+    if BIAS:
+        bias = bias_ptr + head[:, None] * (2 * HALF) + lane[None, :]
+        first += tl.load(bias, held, 0.0).to(tl.float32)
+        second += tl.load(bias + HALF, held, 0.0).to(tl.float32)
+    if ROW_SCALED or BIAS:
+        first_raw, second_raw = first, second
     if Q_NORM:
         low, high = _scale_heads(first, second, q_norm_ptr, lane, inside, eps, HALF)
         first_q, second_q = tl.where(is_q, low, first), tl.where(is_q, high, second)
@@ -117,16 +135,24 @@ def rope_and_write_kv(
     out_q: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """See reference.rope_and_write_kv. Rows of qkv may be strided; cos_sin, caches and out_q are contiguous."""
+    """See reference.rope_and_write_kv. Rows of qkv may be strided; all else is contiguous."""
     if k_scale is not None:
         configs.check_e4m3(qkv.device)
     tokens, half = qkv.shape[0], head_dim // 2
     out_q = torch.empty((tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device) if out_q is None else out_q
-    if tokens:
-        _rope_and_write_kv[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, _HEADS))](
-            qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm, k_norm, k_scale, v_scale, out_q, qkv.stride(0), eps,
-            q_norm is not None, k_norm is not None, k_scale is not None, num_heads, num_kv_heads, k_cache.shape[2],
-            half, triton.next_power_of_2(half), _HEADS, num_warps=1 if half <= 64 else 2,
-        )  # fmt: skip
+    if not tokens:
+        return out_q
+    heads, lanes = num_heads + 2 * num_kv_heads, triton.next_power_of_2(half)
+    together, warps, hidden = _HEADS, 1 if half <= 64 else 2, 1
+    if residual is not None:
+        hidden = residual.shape[1]
+        together, warps = heads_and_warps(tokens, heads, 2 * lanes)
+    _rope_and_write_kv[(tokens, triton.cdiv(heads, together))](
+        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, residual, bias, q_norm, k_norm, k_scale, v_scale, out_q, qkv.stride(0),
+        hidden, eps, residual is not None, bias is not None, q_norm is not None, k_norm is not None, k_scale is not None, num_heads,
+        num_kv_heads, k_cache.shape[2], half, lanes, together, triton.next_power_of_2(hidden), num_warps=warps,
+    )  # fmt: skip
     return out_q

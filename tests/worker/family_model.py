@@ -51,10 +51,10 @@ def expected_logits(model, prompt, decodes):
         return ids, model(torch.tensor([ids]), use_cache=False).logits[0]
 
 
-def executor_for(folder, **options):
-    """A loaded executor of one rank, in float32 on the CPU. facts: what it reported."""
+def executor_for(folder, dtype="float32", **options):
+    """A loaded executor of one rank on the CPU. facts: what it reported."""
     config = WorkerConfig(
-        run_dir="/unused", model=str(folder), device="cpu", dtype="float32", num_blocks=NUM_BLOCKS, max_num_seqs=4, max_model_len=96,
+        run_dir="/unused", model=str(folder), device="cpu", dtype=dtype, num_blocks=NUM_BLOCKS, max_num_seqs=4, max_model_len=96,
         **options,
     )
     executor = TorchExecutor(config)

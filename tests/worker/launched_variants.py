@@ -18,7 +18,7 @@ from worker.plan_driver import Driver, Job
 
 from pagecast_kernels import products
 from pagecast_wire.sampling import SamplingParams
-from pagecast_worker.backend import cuda_operators
+from pagecast_worker.backend import cuda_operators, fold_norms
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.graphs import buckets, warm_sizes
 from pagecast_worker.loading.random import RandomWeights
@@ -68,6 +68,9 @@ def worker_of(folder: Path) -> TorchExecutor:
     worker.load(lambda progress: None)
     own = products.linear
     products.linear = lambda x, *others, **options: (own if len(x) == 1 else unfilled)(x, *others, **options)
+    added = products.linear_add
+    products.linear_add = lambda x, weight, residual: added(x, weight, residual) if len(x) == 1 else residual
+    fold_norms(config, worker.model)
     worker.ops = cuda_operators(config, worker.model, worker.device)
     return worker
 
@@ -120,7 +123,7 @@ def main(folder: Path) -> None:
     request = {
         "shape": dataclasses.asdict(RandomWeights(folder, torch.device("cpu")).config), "dtype": "bfloat16",
         "max_blocks": LENGTH // 16, "block_size": 16, "max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "ranks": 1,
-        "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False,
+        "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False, "fold_norms": True,
     }  # fmt: skip
     launch_all(request)
     noted = set(keys)

@@ -40,11 +40,17 @@ class Attention:
         attended = self.attend(ops, self.qkv.forward(ops, x), step, k_cache, v_cache)
         return self.output.forward(ops, attended if only is None else attended.index_select(0, only))
 
-    def attend(self, ops: Any, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """qkv[T, (Hq + 2 Hkv) D] -> [T, Hq D]: rotation, cache write and attention."""
+    def attend(
+        self, ops: Any, qkv: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
+        """qkv[T, (Hq + 2 Hkv) D] -> [T, Hq D]: rotation, cache write and attention.
+
+        residual[T, H]: given where qkv was made from it and not from its norm, and without the bias.
+        """
+        late = {} if residual is None else {"residual": residual, "bias": self.qkv.bias}
         q = ops.rope_and_write_kv(
             qkv, self.cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, self.num_heads, self.num_kv_heads, self.head_dim,
-            self.q_norm, self.k_norm, self.eps, **self.kv_scales,
+            self.q_norm, self.k_norm, self.eps, **self.kv_scales, **late,
         )
         return self._attend(ops, q, step, k_cache, v_cache).view(qkv.shape[0], -1)
 

@@ -16,7 +16,7 @@ from pagecast_worker.layers.linear import ColumnParallel, RowParallel
 from pagecast_worker.layers.quantized import Rows, takes
 from pagecast_worker.layers.rotary import cos_sin_table
 from pagecast_worker.layers.step_inputs import StepInputs
-from pagecast_worker.models import one_row, sources
+from pagecast_worker.models import folded, one_row, sources
 from pagecast_worker.models.config import LatentConfig, ModelConfig
 from pagecast_worker.models.weights import Names, Source
 from pagecast_worker.parallel import Ranks
@@ -67,6 +67,8 @@ class Decoder:
         self._local_cos_sin = cos_sin_table(config, max_positions, device, local=True) if config.local_rope_theta else self.cos_sin
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=dtype))
+        self.folded = False
+        """Whether norms of layers are folded into the products that follow them, and their weights ones."""
 
     def _make(self, *shape: int) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
@@ -163,6 +165,8 @@ class Decoder:
         if ops.one_row and step.token_ids.shape[0] == 1:
             only_one = one_row.forward(self, ops, step, caches)
             return only_one if wanted is None else only_one.index_select(0, wanted)
+        if self.folded:
+            return folded.forward(self, ops, step, caches)
         eps = self.config.rms_norm_eps
         residual = self.embed(ops, step.token_ids)
         first = self.layers[0]
