@@ -58,6 +58,7 @@ def unfilled(x, weight, bias=None, out=None):
     return x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
 
 
+@torch.inference_mode()
 def worker_of(folder: Path) -> TorchExecutor:
     """As on a GPU but for what runs: the same operators, over a CPU's memory."""
     config = WorkerConfig(
