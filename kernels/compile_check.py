@@ -35,6 +35,7 @@ from pagecast_kernels import (
     norms,
     prefill,
     rope,
+    row_scales,
     sampling,
     shard_sampling,
     shared_prefix,
@@ -276,6 +277,19 @@ def row_variants(dtype: torch.dtype) -> Iterator[Variant]:
                 qkv, torch.zeros(64, 128), _ints(2), slots, cache, cache, 32, 8, 128, norm, norm
             ),
         )  # fmt: skip
+    for launch in row_scales.LAUNCHES if dtype == torch.bfloat16 else ():
+        residual = torch.zeros((launch.rows, 4096), dtype=dtype)
+        wide = torch.zeros((launch.rows, 28672), dtype=dtype)
+        yield f"silu_mul scaled x{launch.rows} {name}", lambda wide=wide, residual=residual: elementwise.silu_mul(wide, residual=residual)
+        for dim, norm in ((128, None), (128, x[0, :128]), (64, None), (96, None)):
+            cache = torch.zeros((4, 8, 16, dim), dtype=dtype)
+            yield (
+                f"rope_and_write_kv scaled{'' if norm is None else ' normed'} h{dim} x{launch.rows} {name}",
+                lambda n=launch.rows, dim=dim, norm=norm, cache=cache, wide=wide, residual=residual: rope.rope_and_write_kv(
+                    wide[:, : 48 * dim], torch.zeros(64, dim), _ints(n), _ints(n, dtype=torch.int64), cache, cache, 32, 8, dim, norm, norm,
+                    residual=residual, bias=wide[0, : 48 * dim],
+                ),
+            )  # fmt: skip
     yield f"invariant_linear {name}", lambda: invariant.invariant_linear(x, torch.zeros((512, 4096), dtype=dtype))
     for depth in (4096, 576):
         one, weight = x[:1, :depth].contiguous(), torch.zeros((64, depth), dtype=dtype)

@@ -236,6 +236,8 @@ def check_small() -> Iterator[tuple[str, float]]:
     yield "add_rms_norm", paged_case.relative_error(norms.add_rms_norm(x, residual, weight, 1e-5, nan(300, 4096)), want)
     yield "add_rms_norm residual", paged_case.relative_error(residual, total)
     yield "silu_mul", paged_case.relative_error(elementwise.silu_mul(x, nan(300, 2048)), reference.silu_mul(x.double()))
+    got = elementwise.silu_mul(x, nan(300, 2048), residual, 1e-5)
+    yield "silu_mul scaled", paged_case.relative_error(got, reference.silu_mul(x.double(), residual=residual.double(), eps=1e-5))
     ids = torch.randint(0, 300, (500,), device="cuda")
     yield "embedding", paged_case.relative_error(elementwise.embedding(ids, x, out=nan(500, 4096)), x[ids])
     for heads, kv_heads, dim, norm in ((32, 8, 128, False), (9, 3, 64, False), (16, 8, 128, True), (8, 8, 96, True)):
@@ -245,12 +247,15 @@ def check_small() -> Iterator[tuple[str, float]]:
         slots = torch.randperm(160, device="cuda")[:77]
         slots[5] = -1
         weights = (weight[:dim], weight[dim : 2 * dim]) if norm else (None, None)
-        caches = [torch.zeros(10, kv_heads, 16, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        exact = [c.double() for c in caches]
-        got = rope.rope_and_write_kv(qkv, cos_sin, positions, slots, *caches, heads, kv_heads, dim, *weights, out_q=nan(77, heads, dim))
-        want = reference.rope_and_write_kv(qkv.double(), cos_sin, positions, slots, *exact, heads, kv_heads, dim, *weights)
-        pairs = ((got, want), (caches[0], exact[0]), (caches[1], exact[1]))
-        yield f"rope_and_write_kv {heads}/{kv_heads} d{dim} norm {norm}", max(paged_case.relative_error(a, b) for a, b in pairs)
+        late = {"residual": residual[:77], "bias": qkv[0].clone()}
+        for name, scaled in (("", {}), (" scaled", late)):
+            caches = [torch.zeros(10, kv_heads, 16, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+            exact, args = [c.double() for c in caches], (heads, kv_heads, dim, *weights)
+            got = rope.rope_and_write_kv(qkv, cos_sin, positions, slots, *caches, *args, out_q=nan(77, heads, dim), **scaled)
+            wide = {key: value.double() for key, value in scaled.items()}
+            want = reference.rope_and_write_kv(qkv.double(), cos_sin, positions, slots, *exact, *args, **wide)
+            pairs = ((got, want), (caches[0], exact[0]), (caches[1], exact[1]))
+            yield f"rope_and_write_kv{name} {heads}/{kv_heads} d{dim} norm {norm}", max(paged_case.relative_error(a, b) for a, b in pairs)
 
 
 def check_sampling() -> Iterator[tuple[str, float]]:

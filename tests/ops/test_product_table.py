@@ -14,7 +14,7 @@ from pagecast_kernels import cublaslt, product_table, products, reference
 
 VERSION = 130100
 DEVICE = torch.device("cpu")
-FAST, SLOW, BROKEN = (tuple([number] * 8) for number in (7, 8, 9))
+FAST, SLOW, BROKEN, ALONE = (tuple([number] * 8) for number in (7, 8, 9, 10))
 
 
 class Blas:
@@ -78,10 +78,14 @@ class Blas:
         self, handle: Any, operation: Any, alpha: Any, a_ptr: Any, a: Any, b_ptr: Any, b: Any, beta: Any, c_ptr: Any, c: Any, d_ptr: Any,
         d: Any, algo: Any, workspace: Any, size: Any, stream: Any,
     ) -> int:  # fmt: skip
-        assert (alpha._obj.value, beta._obj.value, size.value) == (1.0, 0.0, cublaslt.WORKSPACE_BYTES)
+        assert (alpha._obj.value, size.value) == (1.0, cublaslt.WORKSPACE_BYTES)
+        assert c_ptr.value == d_ptr.value and c.value == d.value
+        if algo._obj.data[0] == ALONE[0] and beta._obj.value:
+            return 15
         left, right = self._matrix(a_ptr, a), self._matrix(b_ptr, b)
         left = left.t() if self._at(operation).get(3) == 1 else left
-        self._matrix(d_ptr, d).copy_((left.float() @ right.float()).bfloat16())
+        out = self._matrix(d_ptr, d)
+        out.copy_((left.float() @ right.float() + (beta._obj.value * self._matrix(c_ptr, c).float() if beta._obj.value else 0)).bfloat16())
         self.ran.append(algo._obj.data[0])
         return 0
 
@@ -111,6 +115,23 @@ def test_a_product_by_algorithm_is_the_product(blas: Blas) -> None:
     got = table_of(blas, m40=FAST).linear(x, weight)
     assert got is not None and blas.ran == [7]
     torch.testing.assert_close(got, reference.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+def test_a_product_is_added_in_place(blas: Blas, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table's algorithm; one that refuses to add is left to torch, and not asked again."""
+    g = torch.Generator().manual_seed(3)
+    for algorithm, ran in ((FAST, [7, 7]), (ALONE, []), (None, [])):
+        table, blas.ran = table_of(blas, m40=algorithm), []
+        monkeypatch.setattr(products, "_table", table)
+        x, weight, residual = (torch.randn(*shape, generator=g).bfloat16() for shape in ((40, 64), (24, 64), (40, 24)))
+        want = residual.double()
+        for _ in range(2):
+            want += x.double() @ weight.double().t()
+            assert products.linear_add(x, weight, residual) is residual
+            assert (residual.double() - want).norm() / want.norm() < 8e-3
+        assert blas.ran == ran
+        assert (table.linear_add(x, weight, residual) is None) == (algorithm is not FAST)
+        assert products.linear(x, weight).shape == residual.shape and (len(blas.ran) > len(ran)) == (algorithm is not None)
 
 
 def test_the_next_larger_measured_number_of_rows_decides(blas: Blas) -> None:

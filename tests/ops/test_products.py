@@ -16,6 +16,16 @@ def test_products_of_any_number_of_rows() -> None:
         assert torch.linalg.norm(got - want) / torch.linalg.norm(want) < 8e-3
 
 
+def test_sums_with_products_of_any_number_of_rows() -> None:
+    g = torch.Generator().manual_seed(2)
+    weight = torch.randn(24, 64, generator=g).bfloat16()
+    for rows in (1, 2, 40):
+        x, residual = torch.randn(rows, 64, generator=g).bfloat16(), torch.randn(rows, 24, generator=g).bfloat16() * 8
+        want = reference.linear_add(x.double(), weight.double(), residual.double())
+        assert products.linear_add(x, weight, residual) is residual
+        assert torch.linalg.norm(residual.double() - want) / torch.linalg.norm(want) < 8e-3
+
+
 def test_a_library_is_set_only_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[str] = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)

@@ -38,10 +38,11 @@ def test_cache_writes_and_decode(dtype, options):
     qkv, norm = torch.randn(3, (heads + 2 * kv_heads) * dim).to(dtype), torch.rand(dim).to(dtype)
     table = torch.randperm(11)[: rows * 2].add(1).view(rows, 2).int()
     angles, positions, slots = torch.randn(64, dim), torch.tensor([5, 30, 0], dtype=torch.int32), torch.tensor([37, -1, 90])
-    for norms in ((None, None), (norm, norm)):
+    late = {"residual": torch.randn(3, 24).to(dtype) + 2, "bias": torch.randn(qkv.shape[1]).to(dtype)}
+    for norms, options_of_rope in (((None, None), {}), ((None, None), late), ((norm, norm), late), ((norm, norm), {})):
         arguments = (qkv, angles, positions, slots)
-        found = cpu_ops.rope_and_write_kv(*arguments, *caches, heads, kv_heads, dim, *norms)
-        close(found, reference.rope_and_write_kv(*arguments, *others, heads, kv_heads, dim, *norms))
+        found = cpu_ops.rope_and_write_kv(*arguments, *caches, heads, kv_heads, dim, *norms, **options_of_rope)
+        close(found, reference.rope_and_write_kv(*arguments, *others, heads, kv_heads, dim, *norms, **options_of_rope))
         for mine, theirs in zip(caches, others):
             close(mine, theirs)
     picked, lens = torch.tensor([2, 0, 3], dtype=torch.int32), torch.tensor([17, 0, 32], dtype=torch.int32)

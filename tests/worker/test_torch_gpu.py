@@ -89,12 +89,15 @@ def test_greedy_float32_equals_the_cpu_up_to_ties(gpu, cpu_logits):
 
 
 def test_greedy_bfloat16_stays_near_the_cpu(cpu_logits):
-    executor = make("bfloat16")
-    jobs = jobs_of(6, 48, SamplingParams(temperature=0.0))
-    run(executor, jobs)
-    executor.close()
-    for job in jobs:
-        assert behind_the_best(cpu_logits(job.prompt + job.output), job) < 1.0
+    """With norms folded into products, and with norms apart."""
+    for fold_norms in (True, False):
+        executor = make("bfloat16", fold_norms=fold_norms)
+        assert executor.model.folded == fold_norms
+        jobs = jobs_of(6, 48, SamplingParams(temperature=0.0))
+        run(executor, jobs)
+        executor.close()
+        for job in jobs:
+            assert behind_the_best(cpu_logits(job.prompt + job.output), job) < 1.0
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, seed=3, top_k=50, top_p=0.9)])
