@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagecast_kernels.plain_row_scales import scaled_qkv
 from pagecast_kernels.reference import (
     GREEDY_BELOW,
     adjust_logits,
@@ -26,7 +27,6 @@ from pagecast_kernels.reference import (
     note_tokens,
     paged_prefill,
     philox,
-    scaled_qkv,
     silu_mul,
     storage,
     to_cache,

@@ -17,6 +17,7 @@ from pagecast_kernels.plain_experts import route as route
 from pagecast_kernels.plain_latent import latent_decode as latent_decode
 from pagecast_kernels.plain_latent import latent_prefill as latent_prefill
 from pagecast_kernels.plain_latent import latent_rope_and_write as latent_rope_and_write
+from pagecast_kernels.plain_row_scales import row_scale, scaled_qkv
 from pagecast_kernels.plain_token_rules import adjust_logits as adjust_logits
 from pagecast_kernels.plain_token_rules import forbid_tokens as forbid_tokens
 from pagecast_kernels.plain_token_rules import note_tokens as note_tokens
@@ -56,11 +57,6 @@ def _give(value: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 # --- norms, activations, products ----------------------------------------------------------------------------------------------
-
-
-def row_scale(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x²) + eps) of each row of x[T, H]: what RMSNorm multiplies it by, but for its weight. Returns [T, 1]."""
-    return torch.rsqrt(_accurate(x).square().mean(-1, keepdim=True) + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -138,12 +134,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """NeoX rotation: the first half of a head pairs with its second half. x[T, heads, D]; cos, sin [T, 1, D/2]."""
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-
-def scaled_qkv(qkv: Tensor, residual: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """qkv[T, N] times the row_scale of residual[T, H], plus bias[N], each where it is given, in qkv's type."""
-    qkv = qkv if residual is None else (qkv * row_scale(residual, eps)).to(qkv.dtype)
-    return qkv if bias is None else qkv + bias.to(qkv.dtype)
 
 
 def rope_and_write_kv(
