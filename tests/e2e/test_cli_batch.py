@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from e2e.cli_server import pagecast
+from e2e.cli_server import pagecast, serve
+from frontend.secure_rig import Authority
 
 
 def write(path: Path, count: int) -> None:
@@ -64,3 +65,18 @@ def test_an_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
         assert refused.returncode == 2 and "not an answer of a batch" in refused.stderr and output.read_text() == content
     nowhere = pagecast("batch", str(source), "--output", str(tmp_path / "no" / "file"), "--executor", "oracle")
     assert nowhere.returncode == 2 and nowhere.stderr.endswith("file: No such file or directory\n") and "cannot write" in nowhere.stderr
+
+
+def test_a_batch_gets_into_a_server_with_tls_and_tokens(tmp_path: Path) -> None:
+    authority, source, token = Authority.make(tmp_path), tmp_path / "in.jsonl", tmp_path / "token"
+    cert, key = authority.issue("server", "127.0.0.1")
+    write(source, 2)
+    token.write_text(pagecast("token", "alice", "--file", str(tmp_path / "auth.toml")).stdout.split()[-1])
+    with serve("--executor", "oracle", "--tls-cert", cert, "--tls-key", key, "--auth-file", str(tmp_path / "auth.toml")) as served:
+        words = ("--target", served.address, "--ca", str(tmp_path / "ca.pem"))
+        stranger = pagecast("batch", str(source), *words, "--output", str(tmp_path / "refused"))
+        assert stranger.returncode == 1 and {answer["status_code"] for answer in read(tmp_path / "refused").values()} == {401}
+        known = pagecast("batch", str(source), *words, "--token-file", str(token))
+        assert known.returncode == 0 and len(read(tmp_path / "in.output.jsonl")) == 2, known.stdout + known.stderr
+    alone = pagecast("batch", str(source), "--ca", str(tmp_path / "ca.pem"))
+    assert alone.returncode == 2 and "go with --target" in alone.stderr

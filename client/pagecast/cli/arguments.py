@@ -26,9 +26,9 @@ def add_target(parser: argparse.ArgumentParser, timeout: float | None = None) ->
     parser.add_argument("--timeout", type=SECONDS, default=timeout, metavar="SECONDS", help=f"give up after so long (default: {default})")
 
 
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Where the server is and how to get in, for a command that waits as long as it takes."""
-    parser.add_argument("--target", default=channel.DEFAULT_TARGET, metavar="HOST:PORT", help="server to ask (default: %(default)s)")
+def add_server(parser: argparse.ArgumentParser, target: str | None = channel.DEFAULT_TARGET, said: str = "server to ask") -> None:
+    """Where the server is and how to get in, for a command that waits as long as it takes. target: its default; said: its help."""
+    parser.add_argument("--target", default=target, metavar="HOST:PORT", help=said)
     parser.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
     parser.add_argument("--ca", metavar="FILE", help="PEM file of the authority to trust instead; means --tls")
     parser.add_argument("--cert", metavar="FILE", help="PEM file of a client certificate to show; means --tls")

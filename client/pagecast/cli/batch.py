@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pagecast import models
+from pagecast.access import Tls
 from pagecast.cli import arguments, options
 from pagecast.cli.quantities import COUNT
 from pagecast.errors import PagecastError
@@ -46,17 +47,32 @@ class Task:
     body: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Whom to ask, and how to get in."""
+
+    target: str
+    tls: Tls | None
+    token: str | None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.jsonl", help="one request a line: custom_id, method POST, url, body")
     parser.add_argument("--output", metavar="OUT.jsonl", help="answers; lines that are there already are not asked again "
                         "(default: FILE.output.jsonl)")
     parser.add_argument("--model", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="ask this running server instead of starting a cluster")
+    arguments.add_server(parser, None, "ask this running server instead of starting a cluster")
     parser.add_argument("--concurrency", type=COUNT, default=512, metavar="N", help="requests under way at a time (default: %(default)s)")
     options.add(parser, (option for option in options.of(options.SERVE) if option.name in _PASSED_ON))
+    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
+    access: dict[str, Any] = {"tls": None, "token": None}
+    if args.target is not None:
+        access = arguments.access(args)
+    elif any((args.tls, args.ca, args.cert, args.key, args.server_name, args.token_file)):
+        args.usage_error("--tls, --ca, --cert, --key, --server-name and --token-file go with --target")
     source = Path(args.file)
     output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     tasks = read_tasks(source)
@@ -65,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     done = answered(output)
     left = [task for task in tasks if task.custom_id not in done]
     if left:
-        with _opened(output) as sink, cluster_of(args) as target:
-            asyncio.run(answer_all(left, target, sink, args.concurrency, len(tasks)))
+        with _opened(output) as sink, cluster_of(args, access) as target:
+            asyncio.run(answer_all(left, Server(target, **access), sink, args.concurrency, len(tasks)))
     failed = sum(status != 200 for status in answered(output).values())
     print(f"{len(tasks)} requests, {len(done)} answered before, {len(left)} now, {failed} failed; written to {output}")
     return 1 if failed else 0
@@ -140,10 +156,10 @@ def _opened(output: Path) -> IO[str]:
 
 
 @contextmanager
-def cluster_of(args: argparse.Namespace) -> Iterator[str]:
+def cluster_of(args: argparse.Namespace, access: dict[str, Any]) -> Iterator[str]:
     """The gRPC target to ask; a cluster of one's own ends with the block."""
     if args.target is not None:
-        with Client(args.target) as client:
+        with Client(args.target, **access) as client:
             arguments.reach(client, None)  # a server that is lost later is waited for
         yield args.target
         return
@@ -167,7 +183,7 @@ def cluster_of(args: argparse.Namespace) -> Iterator[str]:
         yield running.target
 
 
-async def answer_all(tasks: list[Task], target: str, sink: IO[str], concurrency: int, total: int) -> None:
+async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurrency: int, total: int) -> None:
     """Asks everything, at most `concurrency` at a time, and writes each answer as soon as it is there."""
     import httpx
     from rich.console import Console
@@ -176,11 +192,13 @@ async def answer_all(tasks: list[Task], target: str, sink: IO[str], concurrency:
     from pagecast_scheduler.gateway.app import make_app
     from pagecast_scheduler.gateway.backend import Backend
 
-    backend = Backend([target])
+    backend = Backend([server.target], server.tls)
+    headers = {} if server.token is None else {"Authorization": f"Bearer {server.token}"}
     room = asyncio.Semaphore(concurrency)
     console = Console(stderr=True)
     app = make_app(backend, "batch")
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batch", timeout=None) as http:
+    asks = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batch", timeout=None, headers=headers)
+    async with asks as http:
         with Progress(console=console, disable=not console.is_terminal) as bar:
             row = bar.add_task("requests", total=total, completed=total - len(tasks))
 
