@@ -99,7 +99,8 @@ class Caller:
         """All tokens came, and they are the ones of a run without faults."""
         assert self.is_complete
         for index in range(self.num_sequences):
-            expected = oracle_tokens(self.prompt, self.length, self.seed, index, vocab_size=VOCAB)
-            if "constraint" in self.options and EOS_TOKEN_ID in expected:
+            constrained = "constraint" in self.options
+            expected = oracle_tokens(self.prompt, self.length, self.seed, index, vocab_size=VOCAB, constrained=constrained)
+            if constrained and EOS_TOKEN_ID in expected:
                 expected = expected[: expected.index(EOS_TOKEN_ID) + 1]
             assert self.got[index] == expected
