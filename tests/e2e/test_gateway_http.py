@@ -120,6 +120,9 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
         "messages": [{"role": "user", "content": "x"}], "tools": "t", "tool_choice": "required", "response_format": {"type": "json_schema"},
         "min_p": 3, "model": "another",
     }, "tools", ["tools: Input should be a valid list", "response_format.json_schema must be given"]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"role": "x"}]}], "top_p": 2,
+    }, "messages[1].tool_calls[0].id", ["tool_calls[0].id: Field required", "tool_calls[0].role: unknown field", "top_p must be"]),
     ("completions", {"prompt": "x", "model": "another", "colour": 1}, "colour", ["colour: unknown field", "model"]),
     ("chat/completions", {"messages": [], "top_p": 2}, "messages", ["messages must hold at least one", "top_p must be greater than 0"]),
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 999}, "top_logprobs", [
@@ -232,7 +235,7 @@ def test_a_gateway_warns_once_of_tokens_in_plaintext(words: list[str], warned: l
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
         assert gateway.stderr is not None
         lines = []
-        for line in gateway.stderr:
+        for line in (line for line in gateway.stderr if line.startswith("{")):
             lines.append(json.loads(line))
             if "address" in lines[-1]:
                 gateway.kill()

@@ -1,5 +1,6 @@
 """What is left of a body without the fields that pydantic refused, so that the others are checked in the same answer."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ def remainder(given: Any, errors: Sequence[Mapping[str, Any]], kind: type[T]) ->
     """The body `given`, which is taken apart, without what `errors` are about; None where nothing can be made of it."""
     if not isinstance(given, dict):
         return None
-    for error in errors:
+    for error in sorted(errors, key=lambda error: error["type"] != "extra_forbidden"):  # these first, while their places are there
         place = error["loc"][1:]
         if error["type"] == "extra_forbidden":
             _take_out(given, place)
@@ -36,7 +37,7 @@ def remainder(given: Any, errors: Sequence[Mapping[str, Any]], kind: type[T]) ->
             given.pop(place[0], None)
             given.pop(_GO_WITH.get(place[0]), None)
             if place[0] in _STAND_INS[kind]:
-                given[place[0]] = _STAND_INS[kind][place[0]]
+                given[place[0]] = copy.deepcopy(_STAND_INS[kind][place[0]])
     try:
         return kind.model_validate(given)
     except ValidationError:
