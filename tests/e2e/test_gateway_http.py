@@ -238,10 +238,11 @@ def test_a_gateway_warns_once_of_tokens_in_plaintext(words: list[str], warned: l
         for line in (line for line in gateway.stderr if line.startswith("{")):
             lines.append(json.loads(line))
             if "address" in lines[-1]:
-                gateway.kill()
+                gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(LIMIT_S) == 0  # a signal ends it in order from the moment it says where it listens
     told = [line for line in lines if line["level"] == "warning"]
     assert [line["targets"] for line in told] == ([] if warned is None else [warned])
-    assert all("--target-tls" in line["event"] and "plaintext" in line["event"] for line in told) and "address" in lines[-1]
+    assert all("--target-tls" in line["event"] and "plaintext" in line["event"] for line in told) and lines[-1]["event"] == "stopped"
 
 
 def test_health_needs_no_token_where_everything_else_does(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -89,7 +89,17 @@ def publish(path: str, address: str) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our ways at the end: the first signal lets open calls finish, the second does not; the exit code is 0."""
+    """uvicorn with our ways at the end: the first signal lets open calls finish, the second does not; the exit code is 0.
+
+    announce: called once connections are accepted, and a signal ends what it should."""
+
+    def __init__(self, settings: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -129,15 +139,17 @@ async def serve(config: GatewayConfig) -> int:
     )  # fmt: skip
     settings.load()
     settings.ssl = encryption  # of the settings that uvicorn has for files, none follows their changes
-    server = Server(settings)
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
     address = f"{'https' if config.tls_cert else 'http'}://{host}:{listener.getsockname()[1]}"
-    listener.listen(MAX_CONNECTIONS)  # from here on a client that knows the address can connect
-    try:
+    listener.listen(MAX_CONNECTIONS)
+
+    def announce() -> None:
         if config.publish is not None:
             publish(config.publish, address)
         log.info("listening", address=address)
-        await server.serve([listener])
+
+    try:
+        await Server(settings, announce).serve([listener])
     finally:
         await backend.close()
         listener.close()
