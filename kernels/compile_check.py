@@ -9,6 +9,7 @@ compare with, not for speed.
 
 import argparse
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -156,13 +157,14 @@ def hopper_variants() -> Iterator[Variant]:
 def latent_hopper_variants() -> Iterator[Variant]:
     from pagecast_kernels import latent_hopper
 
-    config = configs.latent_hopper("cpu")
-    for heads, size, dtype in ((16, 16, torch.bfloat16), (8, 64, torch.float16), (12, 128, torch.bfloat16), (4, 8, torch.bfloat16)):
+    cases = ((16, 16, torch.bfloat16), (8, 64, torch.float16), (12, 128, torch.bfloat16), (4, 8, torch.bfloat16))
+    for (heads, size, dtype), count in itertools.product(cases, (1, 64)):  # launches differ by how many sequences there are
+        config = configs.latent_hopper(count, "cpu")
         q, rope = (torch.zeros((2, heads, dim), dtype=dtype) for dim in (512, 64))
         caches = [torch.zeros((4, 1, size, dim), dtype=dtype) for dim in (64, 512)]
         work, tiles = decode.decode_workspace(2, heads, 1, 512, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
         args = (q, rope, *caches, _ints(2), 0.1, tiles, work, q, config)
-        yield f"latent_decode hopper h{heads} page{size}", lambda args=args: latent_hopper.launch(*args)
+        yield f"latent_decode hopper x{count} h{heads} page{size}", lambda args=args: latent_hopper.launch(*args)
 
 
 def all_reduce_variants() -> Iterator[Variant]:

@@ -70,7 +70,8 @@ class HopperDecode:
     """The warp-specialised decode of Hopper. tile: KV tokens a step; depth: tiles in flight of a program; programs: how many share the
     work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest; early:
     started before the launch before it has ended, for which it then waits; by_head: whether a share is of one KV head, of which all have
-    equally many programs."""
+    equally many programs; team: of latents, programs whose parts one of them adds up where a sequence has many, 0 leaves all to another
+    launch."""
 
     tile: int
     depth: int
@@ -79,6 +80,7 @@ class HopperDecode:
     fetching: int = 40
     early: bool = False
     by_head: bool = False
+    team: int = 0
 
 
 @dataclass(frozen=True)
@@ -329,10 +331,15 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
     return LatentDecode(rows=16, tile=32 if small else 64, warps=4, stages=2, programs=2 * processors(device))
 
 
-def latent_hopper(device: torch.device | str) -> HopperDecode:
-    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product; depth: chunks of 8 KiB, of which a tile has nine. So
-    many, and queries twice, are what shared memory holds. Measured with 16 heads on an H200, 30 November 2026."""
-    return HopperDecode(tile=64, depth=23, programs=_even(processors(device)), registers=144)
+LATENT_FEW = 4
+"""Sequences up to which latent_hopper leaves their parts, a share of the chip's programs each, to a launch that spreads them over many."""
+
+
+def latent_hopper(batch: int, device: torch.device | str) -> HopperDecode:
+    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product; depth: chunks of 8 KiB, of which a tile has nine. Queries
+    twice and 23 chunks are what shared memory holds. Measured with 16 heads on an H200, 30 November 2026."""
+    team = 0 if batch <= LATENT_FEW else 8
+    return HopperDecode(tile=64, depth=18, programs=_even(processors(device)), registers=144, early=True, team=team)
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:

@@ -3,7 +3,7 @@
 All heads read the same latents, so the query heads are the rows of a tensor-core tile and one read of the cache serves them all;
 a tile of latents is both the keys (transposed) and the values. Decode cuts its work evenly over the chip as `decode` does, with
 groups of heads in the place of KV heads. Its parts are large, a latent for every head, so that a launch of its own adds them up, in
-many programs.
+many programs; but see latent_hopper.
 """
 
 import torch
@@ -20,7 +20,8 @@ from pagecast_kernels.shares import add_shares, owner, sequence_of, share_of, st
 
 _HEADS = 8
 _CHUNK = 64
-"""Elements of a latent that one program adds the parts of."""
+"""Elements of a latent that one program adds the parts of; a quarter of them for at most _FEW sequences, which have many parts each."""
+_FEW = 8
 
 
 @triton.jit
@@ -201,9 +202,11 @@ def latent_decode(
     if config is None and configs.is_hopper(q_latent.device) and _suits_hopper(q_latent, q_rope, v_cache):
         from pagecast_kernels import latent_hopper  # Gluon, which only this GPU needs
 
-        hopper = configs.latent_hopper(q_latent.device)
+        hopper = configs.latent_hopper(batch, q_latent.device)
         tiles = workspace.tiles.of(block_table, rows, seq_lens, v_cache.shape[2], hopper.tile)
         latent_hopper.launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, hopper)
+        if hopper.team:
+            return out
         programs, tile = hopper.programs, hopper.tile
     else:
         config = configs.latent_decode(group, q_latent.device, k_cache.element_size()) if config is None else config
@@ -213,7 +216,7 @@ def latent_decode(
             max(own, config.rows), config.tile, config.stages, num_warps=config.warps,
         )  # fmt: skip
         programs, tile = config.programs, config.tile
-    chunk = min(rank, _CHUNK)
+    chunk = min(rank, _CHUNK // 4 if batch <= _FEW else _CHUNK)
     _add_latent_parts[(batch * groups, rank // chunk)](
         seq_lens, out, scratch.parts, scratch.stats, batch, programs, groups, group, rank, lanes, tile, own, chunk,
         max(4096 // (own * chunk), 1), num_warps=4, maxnreg=128 if own > 16 else 255,

@@ -2,10 +2,11 @@
 
 Products are turned round: tokens, and then elements of a latent, are the 64 rows of a warpgroup's product and heads its columns. So no
 row is padding, a tile of latents is both products' first operand as it lies in shared memory, and of a result of 512 elements for
-sixteen heads each thread holds 64. Shares of the tiles and the parts that programs leave are latent's.
+sixteen heads each thread holds 64. Shares of the tiles and the parts that programs leave are latent's; the last program of a sequence to
+leave one adds them up, which a launch of its own would take longer to begin with.
 
-Shared memory holds less than three tiles, whose chunks of 64 columns lie in a ring: of the third tile the first are fetched as soon as
-the one before the last two is done with, the others when the next one is.
+Chunks of a tile, 64 columns each, lie in a ring of two tiles or more. Of a third tile the first are fetched as soon as the one before
+the last two is done with, the others when the next one is.
 """
 
 import torch
@@ -15,18 +16,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
 from pagecast_kernels.decode_hopper import _clean, _entry, _ids, _view, _zero_padding
-from pagecast_kernels.shares import share_of
+from pagecast_kernels.shares import owner, share_of, team_of
 
 
 @gluon.jit
 def _in_ring(chunk, RING: gl.constexpr):
     """A place in the ring, of one that may have gone past its end once."""
     return gl.where(chunk >= RING, chunk - RING, chunk)
+
+
+@gluon.jit
+def _place_of(base, chunk, RING: gl.constexpr, CHUNKS: gl.constexpr):
+    """Where a chunk of the tile that begins at `base` lies. A ring of whole tiles ends between two."""
+    return base + chunk if RING % (CHUNKS + 1) == 0 else _in_ring(base + chunk, RING)
 
 
 @gluon.jit
@@ -40,7 +48,7 @@ def _fetch(
     for page in gl.static_range(IDS):
         row = gl.where(page * BOX < left, ids[page] * BLOCK_SIZE + inner, spare)
         for chunk in gl.static_range(FIRST, LAST):
-            into = _view(pool, TILES_AT + _in_ring(base + chunk, RING) * (KV // 8) + page * (BOX // 8), BOX)
+            into = _view(pool, TILES_AT + _place_of(base, chunk, RING, CHUNKS) * (KV // 8) + page * (BOX // 8), BOX)
             if chunk == CHUNKS:
                 tma.async_copy_global_to_shared(k_desc, [row, 0], ready, into)
             else:
@@ -114,7 +122,7 @@ def _attend(
     query_at = slot * ((CHUNKS + 1) * SLOT)
     lies = ()
     for chunk in gl.static_range(CHUNKS + 1):
-        lies = lies + (WEIGHTS_AT + SLOT + _in_ring(base + chunk, RING) * HALF,)
+        lies = lies + (WEIGHTS_AT + SLOT + _place_of(base, chunk, RING, CHUNKS) * HALF,)
     if (left < KV) & (left % BOX != 0):
         page = left // BOX
         seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
@@ -149,10 +157,84 @@ def _attend(
 
 
 @gluon.jit
+def _load_part(parts_ptr, stats_ptr, slot, here, GROUP: gl.constexpr, ROWS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+    """(top [ROWS], total [ROWS], values [ROWS, RANK]) of a slot, nothing unless `here`. Past L1, which sees no other program's writes."""
+    row, lane = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT))
+    held, slot = (row < GROUP) & here, slot.to(gl.int64)
+    part = parts_ptr + slot * (GROUP * RANK) + row[:, None] * RANK + lane[None, :]
+    values = gl.load(part, mask=held[:, None], other=0.0, cache_modifier=".cg")
+    stat = stats_ptr + slot * (2 * GROUP) + row
+    top = gl.load(stat, mask=held, other=float("-inf"), cache_modifier=".cg")
+    return top, gl.load(stat + GROUP, mask=held, other=0.0, cache_modifier=".cg"), values
+
+
+@gluon.jit
+def _add_parts(
+    parts_ptr, stats_ptr, first_program, first, last, GROUP: gl.constexpr, ROWS: gl.constexpr, RANK: gl.constexpr, TEAM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """shares.add_members, two parts at a time. Rows past GROUP come to anything."""
+    top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
+    total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, LAYOUT))
+    values = gl.zeros([ROWS, RANK], gl.float32, layout=LAYOUT)
+    for start in range(first // TEAM, last // TEAM + 1, 2):
+        one, two = gl.maximum(start * TEAM, first_program), (start + 1) * TEAM
+        slot = 2 * one + (one == first_program).to(gl.int32)
+        one_top, one_total, one_values = _load_part(parts_ptr, stats_ptr, slot, start >= 0, GROUP, ROWS, RANK, LAYOUT)
+        two_top, two_total, two_values = _load_part(parts_ptr, stats_ptr, 2 * two, two <= last, GROUP, ROWS, RANK, LAYOUT)
+        new_top = gl.maximum(top, gl.maximum(one_top, two_top))
+        decay, weight, weight_two = gl.exp2(top - new_top), gl.exp2(one_top - new_top), gl.exp2(two_top - new_top)
+        total = total * decay + one_total * weight + two_total * weight_two
+        values = values * decay[:, None] + one_values * weight[:, None] + two_values * weight_two[:, None]
+        top = new_top
+    return top, total, values
+
+
+@gluon.jit
+def _write(out_ptr, place, total, values, GROUP: gl.constexpr, ROWS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+    """A sequence's result."""
+    row, lane = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT))
+    into = out_ptr + place.to(gl.int64) * (GROUP * RANK) + row[:, None] * RANK + lane[None, :]
+    gl.store(into, (values / total[:, None]).to(out_ptr.dtype.element_ty), mask=(row < GROUP)[:, None])
+
+
+@gluon.jit
+def _arrive(
+    place, first, own, share, extra, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, RANK: gl.constexpr, TEAM: gl.constexpr,
+):  # fmt: skip
+    """decode_flat._arrive: say that this program's part of a sequence is written; the last one to say so adds the parts, where they are
+    many the last one of each team of programs its team's, and the last team's last one those."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    first_program, last_program = owner(first, share, extra), owner(first + own - 1, share, extra)
+    low, high, slot = team_of(gl.program_id(0), first_program, last_program, TEAM)
+    gl.thread_barrier()
+    if gl.atomic_add(teams_ptr + slot, 1, sem="acq_rel") == high - low:
+        gl.store(teams_ptr + slot, 0)
+        top, total, values = _add_parts(parts_ptr, stats_ptr, first_program, low, high, GROUP, ROWS, RANK, 1, LAYOUT)
+        if (low == first_program) & (high == last_program):
+            _write(out_ptr, place, total, values, GROUP, ROWS, RANK, LAYOUT)
+        else:
+            row, lane = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, RANK, layout=gl.SliceLayout(0, LAYOUT))
+            part, stat = parts_ptr + slot.to(gl.int64) * (GROUP * RANK), stats_ptr + slot.to(gl.int64) * (2 * GROUP) + row
+            gl.thread_barrier()  # all threads have read the parts
+            gl.store(part + row[:, None] * RANK + lane[None, :], values, mask=(row < GROUP)[:, None])
+            gl.store(stat, top, mask=row < GROUP)
+            gl.store(stat + GROUP, total, mask=row < GROUP)
+            gl.thread_barrier()
+            if gl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == last_program // TEAM - first_program // TEAM:
+                gl.store(counters_ptr + place, 0)
+                _, all_total, all_values = _add_parts(
+                    parts_ptr, stats_ptr, first_program, first_program, last_program, GROUP, ROWS, RANK, TEAM, LAYOUT
+                )  # fmt: skip
+                _write(out_ptr, place, all_total, all_values, GROUP, ROWS, RANK, LAYOUT)
+
+
+@gluon.jit
 def _consume(
-    tiles_ptr, lens_ptr, out_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, batch, scale,
+    tiles_ptr, lens_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, share, extra, batch, scale,
     GROUP: gl.constexpr, KV: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    CHUNKS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """Attention of this program's share, tile by tile as the ring fills."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -195,6 +277,10 @@ def _consume(
             stat = stats_ptr + part * (2 * GROUP) + head
             gl.store(stat, top, mask=head < GROUP)
             gl.store(stat + GROUP, sums, mask=head < GROUP)
+            if TEAM > 0:
+                _arrive(
+                    place, first, own, share, extra, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, GROUP, ROWS, RANK, TEAM
+                )  # fmt: skip
         at += count
         slot = slot ^ 1
         place, first, own, left = next_place, next_first, next_own, next_left
@@ -202,9 +288,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["batch"])
 def _latent_decode_hopper(
-    latent_desc, rope_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, parts_ptr, stats_ptr, batch, scale, spare,
+    latent_desc, rope_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr,
+    stats_ptr, batch, scale, spare,
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
-    OWN: gl.constexpr, CHUNKS: gl.constexpr, PRODUCER: gl.constexpr,
+    OWN: gl.constexpr, CHUNKS: gl.constexpr, PRODUCER: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     # Two slots for query rows, weights, then the ring; all by chunks of 64 columns.
     POOL: gl.constexpr = (2 * (CHUNKS + 1) + 1) * (ROWS // 8) + RING * (KV // 8)
@@ -216,13 +303,14 @@ def _latent_decode_hopper(
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    begin, end, _, _ = share_of(gl.program_id(0), gl.num_programs(0), gl.load(count_ptr))
+    gdc_wait()  # Up to here beside the end of the launch before, where the device can.
+    begin, end, share, extra = share_of(gl.program_id(0), gl.num_programs(0), gl.load(count_ptr))
     if begin < end:
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles_ptr, lens_ptr, out_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, batch, scale,
-                    GROUP, KV, RING, ROWS, IDS, OWN, CHUNKS)),
+                    tiles_ptr, lens_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, share, extra,
+                    batch, scale, GROUP, KV, RING, ROWS, IDS, OWN, CHUNKS, TEAM)),
                 (_produce, (
                     latent_desc, rope_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, spare,
                     GROUP, BLOCK_SIZE, KV, RING, ROWS, IDS, CHUNKS)),
@@ -238,7 +326,7 @@ def launch(
     q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList,
     workspace: DecodeWorkspace, out: Tensor, config: configs.HopperDecode,
 ) -> None:  # fmt: skip
-    """latent.latent_decode but for the parts, over a list of tiles of config.tile; see latent for what suits."""
+    """latent.latent_decode over a list of tiles of config.tile; see latent for what suits. Without teams, parts are left as they are."""
     (batch, heads, rank), size = q_latent.shape, v_cache.shape[2]
     kind = gl.bfloat16 if q_latent.dtype == torch.bfloat16 else gl.float16
     ids, rows = max(tiles.tile // size, 1), max(triton.next_power_of_2(heads), 8)
@@ -251,7 +339,8 @@ def launch(
         TensorDescriptor(q, [batch * heads, q.shape[2]], [q.shape[2], 1], [rows, 64], layout) for q in (q_latent, q_rope)
     )
     _latent_decode_hopper[(config.programs,)](
-        latent_desc, rope_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out, workspace.parts, workspace.stats,
-        batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
-        triton.next_power_of_2(heads), rank // 64, config.fetching, num_warps=4, maxnreg=config.registers,
+        latent_desc, rope_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
+        workspace.counters, workspace.teams, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
+        triton.next_power_of_2(heads), rank // 64, config.fetching, config.team, num_warps=4, maxnreg=config.registers,
+        launch_pdl=config.early,
     )  # fmt: skip

@@ -70,6 +70,17 @@ def arrives_last(counter, first, last):
 
 
 @triton.jit
+def team_of(program, first_program, last_program, TEAM: tl.constexpr):
+    """(low, high, slot): the programs low..high that add up their parts among them, and where their sum goes, of what programs
+    first..last left of one thing: TEAM neighbours, but all where these are no more than two teams."""
+    many = last_program - first_program >= 2 * TEAM
+    begin = program // TEAM * TEAM
+    low = tl.where(many, tl.maximum(begin, first_program), first_program)
+    high = tl.where(many, tl.minimum(begin + TEAM - 1, last_program), last_program)
+    return low, high, 2 * low + (low == first_program).to(tl.int32)
+
+
+@triton.jit
 def store_part(parts_ptr, stats_ptr, slot, top, total, values, row, lane, inside, held, GROUP: tl.constexpr, DIM: tl.constexpr):
     """Leave a part: parts float32[slots, GROUP, DIM], stats float32[slots, 2, GROUP] (maxima, sums)."""
     slot = slot.to(tl.int64)
