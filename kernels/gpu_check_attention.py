@@ -3,6 +3,7 @@
 Outputs are poisoned with NaN before each check.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -103,19 +104,45 @@ def check_latent(
 
 
 def check_latent_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
-    """Decode over latents with a warp that fetches, which latent_decode chooses for these: thrice with one workspace."""
+    """Decode over latents with a warp that fetches, which latent_decode chooses for these: thrice with one workspace, then in a graph.
+
+    Sequences that leave from one part to one for each program, and programs that leave parts of two; parts hold NaN before they are left.
+    """
     many = [*lens, *range(1, 200, 7), *[218] * 40]
-    for heads, size, dtype in ((16, 16, torch.bfloat16), (16, 8, torch.float16), (12, 64, torch.bfloat16), (5, 128, torch.bfloat16)):
-        for seq_lens in ([3], lens, many, [9000]):
+    long = ([64 * n] for n in (1, 2, 7, 127, 128, 129, 132, 200))
+    cut = ([0, *[77] * 30, 20000, *[100] * 31, 0], [9000, 20000, 0, 1, 7000, 64], [0, 0], [700] * 6, *long)
+    for heads, size, dtype, others in (
+        (16, 16, torch.bfloat16, cut), (16, 8, torch.float16, ()), (12, 64, torch.bfloat16, cut[:2]), (5, 128, torch.bfloat16, cut[1:2]),
+        (1, 32, torch.bfloat16, cut[:1]),
+    ):  # fmt: skip
+        for seq_lens in ([3], lens, many, [9000], *others):
             case = paged_case.make(heads, seq_lens, [1] * len(seq_lens), heads, 1, 576, size, dtype, device)
             parts = (case.q[..., :512], case.q[..., 512:], case.k_cache[..., :64], case.v_cache[..., :512])
             args, tables = tuple(x.contiguous() for x in parts), (case.block_table, case.rows, case.seq_lens)
             want = reference.latent_decode(*(x.double() for x in args), *tables, 0.05)
             work = latent.latent_workspace(len(seq_lens), heads, 512, device)
-            for call in range(3):
-                out = torch.full_like(args[0], float("nan"))
-                latent.latent_decode(*args, *tables, 0.05, workspace=work, out=out)
-                yield f"latent hopper h{heads} page{size} x{len(seq_lens)} call {call}", paged_case.relative_error(out, want)
+            work.scratch.parts.fill_(float("nan"))
+            work.scratch.stats.fill_(float("nan"))
+            for configured in {configs.latent_hopper(n, device) for n in (1, len(seq_lens), 64)}:
+                name = f"latent hopper h{heads} page{size} x{len(seq_lens)} longest {max(seq_lens)} team {configured.team}"
+                out = torch.empty_like(args[0])
+                launch = functools.partial(
+                    latent.latent_decode, *args, *tables, 0.05, workspace=work, out=out, config=configured
+                )  # fmt: skip
+                for call in range(3):
+                    out.fill_(float("nan"))
+                    launch()
+                    yield f"{name} call {call}", paged_case.relative_error(out, want)
+                if others is cut and configured == configs.latent_hopper(len(seq_lens), device):
+                    first, graph = out.clone(), torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        launch()
+                    for _ in range(3):
+                        out.fill_(float("nan"))
+                        graph.replay()
+                    yield f"{name} replayed", paged_case.relative_error(out, want)
+                    yield f"{name} whoever comes last", float((out != first).any())
+                yield f"{name} counters", float(work.scratch.counters.any() | work.scratch.teams.any())
 
 
 def check_far(device: str = "cuda", blocks: int = 140_000) -> Errors:

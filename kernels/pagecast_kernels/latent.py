@@ -184,7 +184,8 @@ def _suits_hopper(q_latent: Tensor, q_rope: Tensor, v_cache: Tensor) -> bool:
 
 def latent_decode(
     q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
-    *, workspace: StepWorkspace | None = None, out: Tensor | None = None, config: configs.LatentDecode | None = None,
+    *, workspace: StepWorkspace | None = None, out: Tensor | None = None,
+    config: configs.LatentDecode | configs.HopperDecode | None = None,
 ) -> Tensor:  # fmt: skip
     """See plain_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences.
 
@@ -199,26 +200,27 @@ def latent_decode(
     workspace = latent_workspace(batch, heads, rank, q_latent.device) if workspace is None else workspace
     lanes, own = configs.lanes_for(batch), triton.next_power_of_2(group)
     scratch = workspace.scratch
-    if config is None and configs.is_hopper(q_latent.device) and _suits_hopper(q_latent, q_rope, v_cache):
+    if config is None:
+        if configs.is_hopper(q_latent.device) and _suits_hopper(q_latent, q_rope, v_cache):
+            config = configs.latent_hopper(batch, q_latent.device)
+        else:
+            config = configs.latent_decode(group, q_latent.device, k_cache.element_size())
+    if isinstance(config, configs.HopperDecode):
         from pagecast_kernels import latent_hopper  # Gluon, which only this GPU needs
 
-        hopper = configs.latent_hopper(batch, q_latent.device)
-        tiles = workspace.tiles.of(block_table, rows, seq_lens, v_cache.shape[2], hopper.tile)
-        latent_hopper.launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, hopper)
-        if hopper.team:
+        tiles = workspace.tiles.of(block_table, rows, seq_lens, v_cache.shape[2], config.tile)
+        latent_hopper.launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config)
+        if config.team:
             return out
-        programs, tile = hopper.programs, hopper.tile
     else:
-        config = configs.latent_decode(group, q_latent.device, k_cache.element_size()) if config is None else config
         _latent_decode[(config.programs,)](
             q_latent, q_rope, k_cache, v_cache, block_table, rows, seq_lens, out, scratch.parts, scratch.stats, batch,
             block_table.stride(0), configs.score_scale(scale, 0.0)[0], groups, group, v_cache.shape[2], rank, q_rope.shape[2], lanes,
             max(own, config.rows), config.tile, config.stages, num_warps=config.warps,
         )  # fmt: skip
-        programs, tile = config.programs, config.tile
     chunk = min(rank, _CHUNK // 4 if batch <= _FEW else _CHUNK)
     _add_latent_parts[(batch * groups, rank // chunk)](
-        seq_lens, out, scratch.parts, scratch.stats, batch, programs, groups, group, rank, lanes, tile, own, chunk,
+        seq_lens, out, scratch.parts, scratch.stats, batch, config.programs, groups, group, rank, lanes, config.tile, own, chunk,
         max(4096 // (own * chunk), 1), num_warps=4, maxnreg=128 if own > 16 else 255,
     )  # fmt: skip
     return out

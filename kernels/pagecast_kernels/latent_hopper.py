@@ -309,8 +309,8 @@ def _latent_decode_hopper(
         gl.warp_specialize(
             [
                 (_consume, (
-                    tiles_ptr, lens_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, share, extra,
-                    batch, scale, GROUP, KV, RING, ROWS, IDS, OWN, CHUNKS, TEAM)),
+                    tiles_ptr, lens_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, share,
+                    extra, batch, scale, GROUP, KV, RING, ROWS, IDS, OWN, CHUNKS, TEAM)),
                 (_produce, (
                     latent_desc, rope_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, spare,
                     GROUP, BLOCK_SIZE, KV, RING, ROWS, IDS, CHUNKS)),
@@ -340,7 +340,8 @@ def launch(
     )
     _latent_decode_hopper[(config.programs,)](
         latent_desc, rope_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
-        workspace.counters, workspace.teams, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
+        workspace.counters, workspace.teams, workspace.parts, workspace.stats,
+        batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
         triton.next_power_of_2(heads), rank // 64, config.fetching, config.team, num_warps=4, maxnreg=config.registers,
         launch_pdl=config.early,
     )  # fmt: skip

@@ -39,19 +39,25 @@ def test_decode_is_the_same_however_the_work_is_cut(programs: int) -> None:
     assert paged_case.relative_error(got, reference.latent_decode(*exact(args), lens, 0.2)) < 1e-5
 
 
-@pytest.mark.parametrize("heads", [9, 16])
-def test_a_hopper_gpu_takes_what_suits(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
-    """Its kernel gets a list of tiles, and leaves parts where the other one would: here that one stands in for it."""
+@pytest.mark.parametrize(("heads", "lens_of_batch"), [(9, [100, 0, 200]), (16, [100, 0, 200]), (16, [70, 0, 130, 20, 1, 64, 300])])
+def test_a_hopper_gpu_takes_what_suits(monkeypatch: pytest.MonkeyPatch, heads: int, lens_of_batch: list[int]) -> None:
+    """Its kernel gets a list of tiles, and leaves parts where the other one would, which stands in for it here; of more than a few
+    sequences it adds them up itself."""
     latent_hopper = pytest.importorskip("pagecast_kernels.latent_hopper")
-    case = paged_case.make(heads, [100, 0, 200], [1] * 3, heads, 1, 576, 16, torch.float16)
+    count = len(lens_of_batch)
+    case = paged_case.make(heads, lens_of_batch, [1] * count, heads, 1, 576, 16, torch.float16)
     q, caches = case.q.split((512, 64), 2), (case.k_cache[..., :64].contiguous(), case.v_cache[..., :512].contiguous())
     args = (*(x.contiguous() for x in q), *caches, case.block_table, case.rows, case.seq_lens)
-    work, calls = latent.latent_workspace(3, heads, 512, "cpu"), []
+    work, calls = latent.latent_workspace(count, heads, 512, "cpu"), []
 
     def launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config) -> None:
         calls.append(tiles)
-        assert tiles.tile == config.tile == 64 and tiles.count.item() == 6 and scratch is work.scratch
+        assert tiles.tile == config.tile == 64 and scratch is work.scratch
+        assert tiles.count.item() == sum(-(-n // 64) for n in lens_of_batch)
         latent.latent_decode(*args, scale, out=out, workspace=work, config=configs.LatentDecode(16, 64, 4, 2, config.programs))
+        assert bool(config.team) == (count > configs.LATENT_FEW)
+        if config.team:
+            scratch.parts.fill_(float("nan"))  # nobody adds them up again
 
     monkeypatch.setattr(latent_hopper, "launch", launch)
     monkeypatch.setattr(configs, "is_hopper", lambda device: True)
