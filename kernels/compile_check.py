@@ -164,7 +164,7 @@ def latent_hopper_variants() -> Iterator[Variant]:
         caches = [torch.zeros((4, 1, size, dim), dtype=dtype) for dim in (64, 512)]
         work, tiles = decode.decode_workspace(2, heads, 1, 512, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
         args = (q, rope, *caches, _ints(2), 0.1, tiles, work, q, config)
-        yield f"latent_decode hopper x{count} h{heads} page{size}", lambda args=args: latent_hopper.launch(*args)
+        yield f"latent_decode paged hopper x{count} h{heads} page{size}", lambda args=args: latent_hopper.launch(*args)
 
 
 def all_reduce_variants() -> Iterator[Variant]:
