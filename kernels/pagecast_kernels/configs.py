@@ -331,7 +331,7 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
     return LatentDecode(rows=16, tile=32 if small else 64, warps=4, stages=2, programs=2 * processors(device))
 
 
-LATENT_FEW = 4
+LATENT_FEW = 8
 """Sequences up to which latent_hopper leaves their parts, a share of the chip's programs each, to a launch that spreads them over many."""
 
 
