@@ -46,7 +46,7 @@ class WorkerConfig:
     max_num_batched_tokens: int = 2048
     enforce_eager: bool = False
     batch_invariant: bool = False
-    fold_norms: bool = False
+    fold_norms: bool = True
     random_weights: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--fold-norms", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--fold-norms", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     options = parser.parse_args(arguments)
     executor = TorchExecutor(

@@ -63,7 +63,7 @@ def worker_of(folder: Path) -> TorchExecutor:
     """As on a GPU but for what runs: the same operators, over a CPU's memory."""
     config = WorkerConfig(
         run_dir="/unused", model="random", random_weights=str(folder), device="cpu", dtype="bfloat16", num_blocks=BLOCKS,
-        max_num_seqs=ROWS, max_model_len=LENGTH, max_num_batched_tokens=BUDGET, fold_norms=True,
+        max_num_seqs=ROWS, max_model_len=LENGTH, max_num_batched_tokens=BUDGET,
     )  # fmt: skip
     worker = TorchExecutor(config)
     worker.load(lambda progress: None)

@@ -133,5 +133,5 @@ def test_what_is_folded_when_serving(tmp_path):
     ):  # fmt: skip
         executor = executor_for(folder, dtype=dtype, **{name: value for name, value in options.items() if name == "quantization"})
         with torch.inference_mode():
-            fold_norms(dataclasses.replace(executor.config, **{"fold_norms": True} | options), executor.model)
+            fold_norms(dataclasses.replace(executor.config, **options), executor.model)
         assert executor.model.folded == yes, (dtype, options)

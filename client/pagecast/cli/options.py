@@ -125,7 +125,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("cpu_kv_gib", float, 1.0, "memory of the KV pool on a CPU, in GiB", _WORK),
     Option("enforce_eager", bool, False, "run without CUDA graphs", _WORK),
     Option("batch_invariant", bool, False, "on a GPU, slower: a request's tokens are the same in any company", _WORK),
-    Option("fold_norms", bool, False, "on a GPU, multiply norm weights into products where a model allows it: fewer launches", _WORK),
+    Option("fold_norms", bool, True, "on a GPU, multiply norm weights into products where a model allows it: fewer launches", _WORK),
     Option("tokenizer", str, None, "take tokenizer and chat template of this model, or of a folder with tokenizer.json", (SERVE,)),
     Option("random_weights", str, None, "no model: made-up weights for the config.json of this folder", _WORK),
     Option("oracle_vocab_size", int, 49152, "vocabulary of the oracle", _WORK),
