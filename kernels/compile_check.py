@@ -239,6 +239,7 @@ def byte_cache_variants(dtype: torch.dtype) -> Iterator[Variant]:
     for heads, kv_heads, dim in ((8, 2, 128), (9, 3, 64), (4, 4, 96)):
         cache, q = torch.zeros((4, kv_heads, 16, dim)).to(torch.float8_e4m3fn), torch.zeros((2, heads, dim), dtype=dtype)
         scales = {"k_scale": torch.ones(kv_heads), "v_scale": torch.ones(kv_heads)}
+        folded = scales | {"residual": torch.zeros((2, 4096), dtype=dtype)}
         args = (q, cache, cache, _ints(2, 64), _ints(2))
         for count in (2, configs.MANY_PAIRS):  # launches differ by how many sequences there are
             lengths, many = (_ints(count, 64), _ints(count), _ints(count)), torch.zeros((count, heads, dim), dtype=dtype)
@@ -252,12 +253,13 @@ def byte_cache_variants(dtype: torch.dtype) -> Iterator[Variant]:
         )
         qkv, slots = torch.zeros((2, (heads + 2 * kv_heads) * dim), dtype=dtype), _ints(2, dtype=torch.int64)
         shape = (heads, kv_heads, dim)
-        yield (
-            f"rope_and_write_kv h{dim} e4m3{name}",
-            lambda q=qkv, c=cache, s=slots, n=shape, o=scales: rope.rope_and_write_kv(
-                q, torch.zeros(64, n[2]), _ints(2), s, c, c, *n, **o
-            ),
-        )  # fmt: skip
+        for kind, options in (("", scales), (" scaled", folded)):
+            yield (
+                f"rope_and_write_kv{kind} h{dim} e4m3{name}",
+                lambda q=qkv, c=cache, s=slots, n=shape, o=options: rope.rope_and_write_kv(
+                    q, torch.zeros(64, n[2]), _ints(2), s, c, c, *n, **o
+                ),
+            )  # fmt: skip
 
 
 def row_variants(dtype: torch.dtype) -> Iterator[Variant]:

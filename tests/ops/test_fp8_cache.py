@@ -41,7 +41,9 @@ def test_prefill(dim: int, options: dict[str, float]) -> None:
     assert paged_case.relative_error(got, want) < 2e-3
 
 
-def test_rope_writes_what_the_twin_writes() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rope_writes_what_the_twin_writes(scaled: bool) -> None:
+    """Of rows that were normed, and of rows that are to be scaled for it."""
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(5, 10 * 64, generator=generator).half()
     qkv[0] *= 1000  # out of range once divided
@@ -49,6 +51,8 @@ def test_rope_writes_what_the_twin_writes() -> None:
     args = (torch.cat((angle.cos(), angle.sin()), 1), torch.arange(5, dtype=torch.int32), torch.tensor([3, 20, -1, 7, 40]))
     scales = {"k_scale": torch.tensor([0.01, 0.5]), "v_scale": torch.tensor([2.0, 0.25])}
     caches = [[torch.zeros(3, 2, 16, 64).to(FP8) for _ in range(2)] for _ in range(2)]
+    if scaled:
+        scales["residual"] = torch.randn(5, 100, generator=generator).half() * 2
     q = rope.rope_and_write_kv(qkv, *args, *caches[0], 6, 2, 64, **scales)
     want = reference.rope_and_write_kv(qkv, *args, *caches[1], 6, 2, 64, **scales)
     assert torch.allclose(q.float(), want.float(), atol=2e-2, rtol=2e-3)
