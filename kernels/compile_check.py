@@ -154,6 +154,16 @@ def hopper_variants() -> Iterator[Variant]:
             yield f"paged_decode hopper {kind} h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
 
 
+def wide_expert_variants() -> Iterator[Variant]:
+    """The launches for many pairs an expert: Qwen3-30B-A3B whole and in four parts, whose sizes no tile divides."""
+    for inner, dtype in ((768, torch.bfloat16), (192, torch.bfloat16), (768, torch.float16)):
+        x, logits = (torch.empty((4096, size), dtype=dtype, device="meta") for size in (2048, 128))
+        weights = tuple(torch.empty((128, *shape), dtype=dtype, device="meta") for shape in ((2 * inner, 2048), (2048, inner)))
+        for least, *launches in configs.WIDE_EXPERTS:
+            launch = functools.partial(experts.mixture, x, logits, *weights, Routing(8), config=tuple(launches))
+            yield f"mixture wide from {least} inner {inner} {str(dtype)[6:]}", launch
+
+
 def latent_hopper_variants() -> Iterator[Variant]:
     from pagecast_kernels import latent_hopper
 
@@ -408,7 +418,7 @@ def main() -> int:
     args = parser.parse_args()
     compiled = compile_only(args.arch)
     bad = 0
-    hopper = (*hopper_variants(), *latent_hopper_variants()) if args.arch == 90 else ()
+    hopper = (*hopper_variants(), *latent_hopper_variants(), *wide_expert_variants()) if args.arch == 90 else ()
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
     for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):

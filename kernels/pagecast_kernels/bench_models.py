@@ -57,7 +57,7 @@ def measure_experts() -> dict[str, float]:
     """kernels.grouped_gemm.<tokens>.us, the weights' TB/s, and vLLM's time over ours where it is installed."""
     weights = expert_weights()
     found: dict[str, float] = {}
-    for tokens in (1, 8, 64, 256, 2048):
+    for tokens in (1, 8, 64, 256, 544, 2048, 8192):
         inputs = expert_inputs(tokens)
         cases = {"ours": mixtures(weights, inputs)}
         _add_peer(cases, lambda inputs=inputs: vllm_mixtures(weights, inputs))

@@ -85,13 +85,20 @@ class HopperDecode:
 
 @dataclass(frozen=True)
 class Experts:
-    """A grouped product. rows: pairs of a tile; columns: outputs of a program; depth: inputs a step."""
+    """A grouped product. rows: pairs of a tile; columns: outputs of a program; depth: inputs a step. wide: by wide_experts, whose tiles
+    have `extra` pairs more, are computed as of `short` where they hold no more than that (0: neither), go by `group` over the same rows of
+    a weight, and whose weights the copy engine fetches if they are `copied`."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    wide: bool = False
+    extra: int = 0
+    short: int = 0
+    group: int = 1
+    copied: bool = False
 
 
 class UnsupportedError(ValueError):
@@ -263,9 +270,23 @@ def depth_of(depth: int, itemsize: int) -> int:
     return 2 * depth // itemsize
 
 
-def experts(pairs: int, count: int, itemsize: int = 2) -> tuple[Experts, Experts]:
+WIDE_EXPERTS: tuple[tuple[float, Experts, Experts], ...] = (
+    (
+        96,
+        Experts(128, 128, 64, 8, 4, wide=True, extra=32, copied=True),
+        Experts(128, 128, 64, 4, 3, wide=True, extra=32, copied=True),
+    ),
+)
+"""Launches of both products of 16 bits on Hopper by wide_experts: from how many pairs an expert on; the last that applies."""
+
+
+def experts(pairs: int, count: int, itemsize: int, device: torch.device | str) -> tuple[Experts, Experts]:
     """Launches of the two grouped products for that many (token, expert) pairs over `count` experts, of values of `itemsize` bytes:
-    few pairs an expert are a matter of reading weights by many programs, many are one of tensor cores."""
+    few pairs an expert are a matter of reading weights by many programs, many are one of tensor cores and of the L2 cache."""
+    if itemsize == 2 and is_hopper(device):
+        for least, *launches in reversed(WIDE_EXPERTS):
+            if pairs >= least * count:
+                return launches[0], launches[1]
     each = pairs / count
     long, short = depth_of(128, itemsize), depth_of(64, itemsize)
     if pairs <= 64:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, quantized_experts
+from pagecast_kernels import configs, quantized_experts, wide_experts
 from pagecast_kernels.expert_lists import tile_ends, tile_pairs
 from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts
 from pagecast_kernels.routing import Routing
@@ -180,7 +180,10 @@ def _product(
     experts, tokens = lists.shape
     columns, depth = weight.shape[1] // 2 if first else weight.shape[1], weight.shape[2]
     pairs = tokens * chosen
-    config = configs.experts(pairs, experts, weight.element_size())[0 if first else 1] if config is None else config
+    if config is None:
+        config = configs.experts(pairs, experts, weight.element_size(), x.device)[0 if first else 1]
+    if config.wide:
+        return wide_experts.wide_product(x, weight, scales, counts, lists, chosen, first, gelu, config)
     tiles = min(pairs // config.rows + min(pairs, experts), pairs)
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
     even = depth % config.depth == 0 and columns % config.columns == 0

@@ -78,3 +78,41 @@ def test_logits_that_are_no_numbers_spoil_their_own_row_alone() -> None:
     got = experts.mixture(x, logits, gate_up, down, Routing(3))
     others = [0, 1, 3, 4, 5]
     assert torch.equal(got[others], clean[others]) and not got[2].isfinite().any()
+
+
+WIDE = {
+    "plain": configs.Experts(16, 16, 16, 4, 2, wide=True),
+    "two products": configs.Experts(32, 16, 16, 4, 3, wide=True, extra=16),
+    "short tiles": configs.Experts(32, 16, 16, 4, 2, wide=True, extra=16, short=16, group=4),
+    "sizes that no tile divides": configs.Experts(16, 32, 32, 4, 2, wide=True, extra=16),
+    "copied": configs.Experts(16, 8, 8, 4, 2, wide=True, extra=16, copied=True),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("tokens", [1, 16, 33, 48, 50])
+def test_wide_products_equal_float64(name: str, tokens: int) -> None:
+    """Two experts have every token, so that their tiles end at each bound; others have a few or none."""
+    x, logits, gate_up, down, _ = inputs(tokens, tokens, 8)
+    logits[:, 1] += 20.0
+    logits[:, 3] += 20.0
+    config = WIDE[name]
+    got = experts.mixture(x, logits, gate_up, down, Routing(3), config=(config, config))
+    exact = [value.double() for value in (x, logits, gate_up, down)]
+    assert relative_error(got, reference.mixture(*exact, Routing(3))) < 1e-5
+
+
+def test_wide_products_with_gelu_add_to_what_is_there() -> None:
+    x, logits, gate_up, down, _ = inputs(3, 40, 8)
+    base = torch.randn_like(x)
+    into, config = base.clone(), WIDE["two products"]
+    got = experts.mixture(x, logits, gate_up, down, Routing(2), gelu=True, into=into, config=(config, config))
+    exact = [value.double() for value in (x, logits, gate_up, down)]
+    assert relative_error(got - base, reference.mixture(*exact, Routing(2), gelu=True)) < 1e-5
+
+
+def test_launches_of_many_pairs_are_wide_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(launch.wide for launch in configs.experts(16384, 128, 2, "cpu"))
+    monkeypatch.setattr(configs, "is_hopper", lambda device: True)
+    assert all(launch.wide for launch in configs.experts(16384, 128, 2, "cuda"))
+    assert not any(launch.wide for launch in configs.experts(16384, 128, 4, "cuda") + configs.experts(64, 128, 2, "cuda"))
