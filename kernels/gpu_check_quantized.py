@@ -3,7 +3,7 @@
     PYTHONPATH=kernels:tests python kernels/gpu_check_quantized.py
 
 Products of every kind of packed weight, also of experts, of 8-bit rows, rows that are quantized where they are made, and attention
-over a cache of e4m3. Prints what is wrong; exits 1 if anything is.
+over a cache of e4m3; mixtures of experts that are not quantized. Prints what is wrong; exits 1 if anything is.
 """
 
 import itertools
@@ -121,6 +121,22 @@ def check_experts() -> Iterator[tuple[str, float]]:
         yield f"experts scaled {dtype} m{tokens} rows {rows}", paged_case.relative_error(got, want) / 4  # some fall to the other neighbour
 
 
+def check_mixtures() -> Iterator[tuple[str, float]]:
+    """Mixtures of 16-bit experts by the table's launches and by wide ones, evenly chosen and not, sizes that tiles divide and not."""
+    generator, count, routing = torch.Generator(device="cuda").manual_seed(3), 16, Routing(4)
+    random = lambda *shape: torch.randn(shape, device="cuda", generator=generator)
+    wide: list[tuple[configs.Experts, configs.Experts]] = [(first, second) for _, first, second in configs.WIDE_EXPERTS]
+    for (hidden, inner), tokens, dtype in itertools.product(((512, 256), (208, 80)), (1, 40, 700, 2500), (torch.bfloat16, torch.float16)):
+        first, second = random(count, 2 * inner, hidden).to(dtype) * 0.1, random(count, hidden, inner).to(dtype) * 0.1
+        x = random(tokens, hidden).to(dtype)
+        for uneven in (False, True):
+            logits = random(tokens, count) + uneven * 3.0 * torch.arange(count, device="cuda") ** 0.5
+            want = reference.mixture(x.double(), logits.double(), first.double(), second.double(), routing)
+            for launch in (None, *(wide if configs.is_hopper(x.device) else ())):
+                got = experts.mixture(x, logits, first, second, routing, config=launch)
+                yield f"experts {hidden}x{inner} m{tokens} {dtype} uneven {uneven} {launch}", paged_case.relative_error(got, want)
+
+
 def check_cache() -> Iterator[tuple[str, float]]:
     lens, chunks = [1, 17, 0, 64, 900, 4000, *range(300, 340)], [900, 1, 64, 100]
     for heads, kv_heads, dim, size in ((32, 8, 128, 16), (9, 3, 64, 32), (8, 2, 96, 16)):
@@ -143,4 +159,5 @@ def check_cache() -> Iterator[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(bool(report([(check_packed(), 4e-3), (check_scaled(), 6e-3), (check_experts(), 8e-3), (check_cache(), 8e-3)])))
+    products = [(check_packed(), 4e-3), (check_scaled(), 6e-3)]
+    sys.exit(bool(report([*products, (check_experts(), 8e-3), (check_mixtures(), 8e-3), (check_cache(), 8e-3)])))
