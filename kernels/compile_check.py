@@ -161,7 +161,7 @@ def wide_expert_variants() -> Iterator[Variant]:
         weights = tuple(torch.empty((128, *shape), dtype=dtype, device="meta") for shape in ((2 * inner, 2048), (2048, inner)))
         for least, *launches in configs.WIDE_EXPERTS:
             launch = functools.partial(experts.mixture, x, logits, *weights, Routing(8), config=tuple(launches))
-            yield f"mixture wide from {least} inner {inner} {str(dtype)[6:]}", launch
+            yield f"mixture wide above {least} inner {inner} {str(dtype)[6:]}", launch
 
 
 def latent_hopper_variants() -> Iterator[Variant]:

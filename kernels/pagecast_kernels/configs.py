@@ -272,12 +272,13 @@ def depth_of(depth: int, itemsize: int) -> int:
 
 WIDE_EXPERTS: tuple[tuple[float, Experts, Experts], ...] = (
     (
-        96,
+        64,
         Experts(128, 128, 64, 8, 4, wide=True, extra=32, copied=True),
         Experts(128, 128, 64, 4, 3, wide=True, extra=32, copied=True),
     ),
 )
-"""Launches of both products of 16 bits on Hopper by wide_experts: from how many pairs an expert on; the last that applies."""
+"""Launches of both products of 16 bits on Hopper by wide_experts: for more than how many pairs an expert; the last that applies. Where
+launches change is a factor of two apart or more: what is compiled ahead is that of powers of two."""
 
 
 def experts(pairs: int, count: int, itemsize: int, device: torch.device | str) -> tuple[Experts, Experts]:
@@ -285,7 +286,7 @@ def experts(pairs: int, count: int, itemsize: int, device: torch.device | str) -
     few pairs an expert are a matter of reading weights by many programs, many are one of tensor cores and of the L2 cache."""
     if itemsize == 2 and is_hopper(device):
         for least, *launches in reversed(WIDE_EXPERTS):
-            if pairs >= least * count:
+            if pairs > least * count:
                 return launches[0], launches[1]
     each = pairs / count
     long, short = depth_of(128, itemsize), depth_of(64, itemsize)
