@@ -38,79 +38,63 @@ def _pairs_at(list_at, begin, count, x_ptr, K, CHOSEN: tl.constexpr, FIRST: tl.c
 
 
 @triton.jit
-def _rounded(left, right, pair, held, scales_ptr, out_ptr, FIRST: tl.constexpr, GELU: tl.constexpr):
-    """left, right [R, pairs]: of gates and ups what is activated and gated, twice; else both, times the pairs' scales."""
-    kind: tl.constexpr = out_ptr.dtype.element_ty
+def _store(acc, up, pair, held, row, scales_ptr, out_ptr, N, FIRST: tl.constexpr, GELU: tl.constexpr):
+    """acc [rows of the weight, pairs]: activated and gated by up, or times the pairs' scales."""
     if FIRST:
         if GELU:
             # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
-            steep = 1.5957691216057308 * (left + 0.044715 * left * left * left)
+            steep = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
         else:
-            steep = left
-        left = (left / (1.0 + tl.exp(-steep)) * right).to(kind)
-        return left, left
+            steep = acc
+        acc = acc / (1.0 + tl.exp(-steep)) * up
     else:
-        scale = tl.load(scales_ptr + pair, held, 0.0)[None, :]
-        return (left * scale).to(kind), (right * scale).to(kind)
-
-
-@triton.jit
-def _store(left, right, pair, held, row, out_ptr, N, FIRST: tl.constexpr, R: tl.constexpr):
-    at = out_ptr + pair.to(tl.int64)[:, None] * N + row[None, :]
-    tl.store(at, left.trans(), held[:, None] & (row < N)[None, :])
-    if not FIRST:
-        tl.store(at + R, right.trans(), held[:, None] & (row + R < N)[None, :])
+        acc *= tl.load(scales_ptr + pair, held, 0.0)[None, :]
+    value = acc.to(out_ptr.dtype.element_ty).trans()
+    tl.store(out_ptr + pair.to(tl.int64)[:, None] * N + row[None, :], value, held[:, None] & (row < N)[None, :])
 
 
 @triton.jit
 def _tile_product(
-    x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, row, N, K,
+    x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, block, N, K,
     CHOSEN: tl.constexpr, FIRST: tl.constexpr, GELU: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr,
     ROWS: tl.constexpr, EXTRA: tl.constexpr, R: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Twice R rows of the expert's weight by the tile's first ROWS pairs and, unless EXTRA is 0, by so many behind them."""
+    """R rows of the expert's weight by the tile's first ROWS pairs and, unless EXTRA is 0, by so many behind them."""
     pair, held, x_at = _pairs_at(list_at, 0, count, x_ptr, K, CHOSEN, FIRST, ROWS, DEPTH)
-    k = tl.arange(0, DEPTH)
-    first = expert * (2 * N if FIRST else N) + row
-    second = first + (N if FIRST else R)
-    row += tl.arange(0, R)
+    row, k = block * R + tl.arange(0, R), tl.arange(0, DEPTH)
+    first = expert * (2 * N if FIRST else N)
     if not COPIED:
-        last = expert * (2 * N if FIRST else N) + N - 1
-        near = tl.minimum(first + tl.arange(0, R), last)
-        far = tl.minimum(second + tl.arange(0, R), last + (N if FIRST else 0))
-        left_at = weight + near.to(tl.int64)[:, None] * K + k[None, :]
-        right_at = weight + far.to(tl.int64)[:, None] * K + k[None, :]
-    left = tl.zeros([R, ROWS], tl.float32)
-    right = tl.zeros([R, ROWS], tl.float32)
+        near = tl.minimum(row, N - 1)
+        w_at = weight + (first + near).to(tl.int64)[:, None] * K + k[None, :]
+        up_at = weight + (first + N + near).to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros([R, ROWS], tl.float32)
+    up = tl.zeros([R, ROWS], tl.float32)
     if EXTRA:
         more_pair, more_held, more_at = _pairs_at(list_at, ROWS, count, x_ptr, K, CHOSEN, FIRST, EXTRA, DEPTH)
-        more_left = tl.zeros([R, EXTRA], tl.float32)
-        more_right = tl.zeros([R, EXTRA], tl.float32)
+        more = tl.zeros([R, EXTRA], tl.float32)
+        more_up = tl.zeros([R, EXTRA], tl.float32)
     for step in tl.range(0, K, DEPTH, num_stages=STAGES):
         rest = (k < K - step)[None, :]
         x = tl.load(x_at + step, held[:, None] if EVEN else held[:, None] & rest, 0.0).trans()
         if COPIED:
-            w = weight.load([first, step])
+            w = weight.load([first + block * R, step])
         else:
-            w = tl.load(left_at + step) if EVEN else tl.load(left_at + step, rest, 0.0)
-        left = tl.dot(w, x, left)
+            w = tl.load(w_at + step) if EVEN else tl.load(w_at + step, rest, 0.0)
+        acc = tl.dot(w, x, acc)
         if EXTRA:
-            more = tl.load(more_at + step, more_held[:, None] if EVEN else more_held[:, None] & rest, 0.0).trans()
-            more_left = tl.dot(w, more, more_left)
-        if COPIED:
-            w = weight.load([second, step])
-        else:
-            w = tl.load(right_at + step) if EVEN else tl.load(right_at + step, rest, 0.0)
-        right = tl.dot(w, x, right)
-        if EXTRA:
-            more_right = tl.dot(w, more, more_right)
-    # All are rounded before any is stored, for which registers do not suffice otherwise.
-    left, right = _rounded(left, right, pair, held, scales_ptr, out_ptr, FIRST, GELU)
+            also = tl.load(more_at + step, more_held[:, None] if EVEN else more_held[:, None] & rest, 0.0).trans()
+            more = tl.dot(w, also, more)
+        if FIRST:
+            if COPIED:
+                w = weight.load([first + N + block * R, step])
+            else:
+                w = tl.load(up_at + step) if EVEN else tl.load(up_at + step, rest, 0.0)
+            up = tl.dot(w, x, up)
+            if EXTRA:
+                more_up = tl.dot(w, also, more_up)
+    _store(acc, up, pair, held, row, scales_ptr, out_ptr, N, FIRST, GELU)
     if EXTRA:
-        more_left, more_right = _rounded(more_left, more_right, more_pair, more_held, scales_ptr, out_ptr, FIRST, GELU)
-    _store(left, right, pair, held, row, out_ptr, N, FIRST, R)
-    if EXTRA:
-        _store(more_left, more_right, more_pair, more_held, row, out_ptr, N, FIRST, R)
+        _store(more, more_up, more_pair, more_held, row, scales_ptr, out_ptr, N, FIRST, GELU)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -121,31 +105,29 @@ def _wide_experts(
     R: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """FIRST: out[pair] = activation(gate) · up of x[token], N gate rows and as many up rows; else x[pair] @ weightᵀ times its scale.
-    weight: [E, 2 N or N, K], COPIED: its descriptor as [E · rows, K] by boxes of R x DEPTH, of which a program takes two at once. SHORT,
-    unless 0: what tiles of so few pairs are computed with."""
+    weight: [E, 2 N or N, K], COPIED: its descriptor as [E · rows, K] by boxes of R x DEPTH. SHORT, unless 0: what tiles of so few
+    pairs are computed with."""
     # GROUP tiles, which may be of one expert, are side by side over the same rows of the weight before the next rows.
-    WIDTH: tl.constexpr = R if FIRST else 2 * R
-    blocks = tl.cdiv(N, WIDTH)
+    blocks = tl.cdiv(N, R)
     inside = tl.program_id(0) % (GROUP * blocks)
     tile, block = tl.program_id(0) // (GROUP * blocks) * GROUP + inside % GROUP, inside // GROUP
     expert, place, count = _find_tile(tile, counts_ptr, EXPERTS, EXPERT_LANES, ROWS + EXTRA)
     if count <= 0:
         return
     list_at = lists_ptr + expert.to(tl.int64) * tokens + place
-    row = block * WIDTH
     if EXTRA and count > ROWS:
         _tile_product(
-            x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, row, N, K,
+            x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, block, N, K,
             CHOSEN, FIRST, GELU, EVEN, COPIED, ROWS, EXTRA, R, DEPTH, STAGES,
         )  # fmt: skip
     elif SHORT and count <= SHORT:
         _tile_product(
-            x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, row, N, K,
+            x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, block, N, K,
             CHOSEN, FIRST, GELU, EVEN, COPIED, SHORT, 0, R, DEPTH, STAGES,
         )  # fmt: skip
     else:
         _tile_product(
-            x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, row, N, K,
+            x_ptr, weight, scales_ptr, list_at, out_ptr, count, expert, block, N, K,
             CHOSEN, FIRST, GELU, EVEN, COPIED, ROWS, 0, R, DEPTH, STAGES,
         )  # fmt: skip
 
@@ -161,14 +143,13 @@ def wide_product(
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
     even = depth % config.depth == 0
     copied = config.copied and even and columns % config.columns == 0
-    rows = config.columns if first else config.columns // 2
     source = weight
     if copied:
-        source = TensorDescriptor(weight, [experts * weight.shape[1], depth], [depth, 1], [rows, config.depth])
+        source = TensorDescriptor(weight, [experts * weight.shape[1], depth], [depth, 1], [config.columns, config.depth])
     slots = triton.cdiv(tiles, config.group) * config.group
     _wide_experts[(slots * triton.cdiv(columns, config.columns),)](
         x, source, scales, counts, lists, out, tokens, columns, depth, experts, triton.next_power_of_2(experts), chosen, first, gelu,
-        even, copied, config.rows, config.short, config.extra, rows, config.depth, config.stages, config.group,
+        even, copied, config.rows, config.short, config.extra, config.columns, config.depth, config.stages, config.group,
         num_warps=config.warps,
     )  # fmt: skip
     return out
