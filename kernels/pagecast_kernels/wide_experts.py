@@ -102,15 +102,13 @@ def _wide_experts(
     x_ptr, weight, scales_ptr, counts_ptr, lists_ptr, out_ptr, tokens, N, K,
     EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, CHOSEN: tl.constexpr, FIRST: tl.constexpr, GELU: tl.constexpr,
     EVEN: tl.constexpr, COPIED: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, EXTRA: tl.constexpr,
-    R: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    R: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """FIRST: out[pair] = activation(gate) · up of x[token], N gate rows and as many up rows; else x[pair] @ weightᵀ times its scale.
     weight: [E, 2 N or N, K], COPIED: its descriptor as [E · rows, K] by boxes of R x DEPTH. SHORT, unless 0: what tiles of so few
     pairs are computed with."""
-    # GROUP tiles, which may be of one expert, are side by side over the same rows of the weight before the next rows.
     blocks = tl.cdiv(N, R)
-    inside = tl.program_id(0) % (GROUP * blocks)
-    tile, block = tl.program_id(0) // (GROUP * blocks) * GROUP + inside % GROUP, inside // GROUP
+    tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     expert, place, count = _find_tile(tile, counts_ptr, EXPERTS, EXPERT_LANES, ROWS + EXTRA)
     if count <= 0:
         return
@@ -142,14 +140,13 @@ def wide_product(
     tiles = min(pairs // (config.rows + config.extra) + min(pairs, experts), pairs)
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)
     even = depth % config.depth == 0
-    copied = config.copied and even and columns % config.columns == 0
+    copied = even and columns % config.columns == 0  # by the copy engine
     source = weight
     if copied:
         source = TensorDescriptor(weight, [experts * weight.shape[1], depth], [depth, 1], [config.columns, config.depth])
-    slots = triton.cdiv(tiles, config.group) * config.group
-    _wide_experts[(slots * triton.cdiv(columns, config.columns),)](
+    _wide_experts[(tiles * triton.cdiv(columns, config.columns),)](
         x, source, scales, counts, lists, out, tokens, columns, depth, experts, triton.next_power_of_2(experts), chosen, first, gelu,
-        even, copied, config.rows, config.short, config.extra, config.columns, config.depth, config.stages, config.group,
+        even, copied, config.rows, config.short, config.extra, config.columns, config.depth, config.stages,
         num_warps=config.warps,
     )  # fmt: skip
     return out

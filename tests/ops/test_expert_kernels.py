@@ -83,9 +83,9 @@ def test_logits_that_are_no_numbers_spoil_their_own_row_alone() -> None:
 WIDE = {
     "plain": configs.Experts(16, 16, 16, 4, 2, wide=True),
     "two products": configs.Experts(32, 16, 16, 4, 3, wide=True, extra=16),
-    "short tiles": configs.Experts(32, 16, 16, 4, 2, wide=True, extra=16, short=16, group=4),
+    "short tiles": configs.Experts(32, 16, 16, 4, 2, wide=True, extra=16, short=16),
     "sizes that no tile divides": configs.Experts(16, 32, 32, 4, 2, wide=True, extra=16),
-    "copied": configs.Experts(16, 8, 8, 4, 2, wide=True, extra=16, copied=True),
+    "boxes of the copy engine": configs.Experts(16, 8, 8, 4, 2, wide=True, extra=16),
 }
 
 
