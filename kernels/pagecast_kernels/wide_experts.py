@@ -1,8 +1,9 @@
 """The grouped products of a mixture whose experts have many rows each: the weight's rows are a product's rows, pairs its columns.
 
-What bounds them is how often tiles come from the L2 cache. So a program takes many weight rows (of gate and up as many each) and
-ROWS + EXTRA pairs of an expert's list, in two products that share what is fetched of the weight: tiles need not be powers of two, and
-a list slightly longer than ROWS does not read the expert's weights twice. The second product is left out where the list has ended.
+What bounds them is how often tiles come from the L2 cache, and what a program does before and after its products, which is why two
+programs fit a processor. A program takes ROWS + EXTRA pairs of an expert's list in two products that share what is fetched of the
+weight: tiles need not be powers of two, and a list slightly longer than ROWS does not read the expert's weights twice. The second
+product is left out where the list has ended.
 """
 
 import torch
