@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from one_row_variants import rotating_variants
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
@@ -418,7 +419,7 @@ def main() -> int:
     args = parser.parse_args()
     compiled = compile_only(args.arch)
     bad = 0
-    hopper = (*hopper_variants(), *latent_hopper_variants(), *wide_expert_variants()) if args.arch == 90 else ()
+    hopper = (*hopper_variants(), *latent_hopper_variants(), *wide_expert_variants(), *rotating_variants()) if args.arch == 90 else ()
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
     for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):
@@ -439,7 +440,7 @@ def main() -> int:
         for kernel in compiled:
             used = usage(kernel)
             allowed = FLOAT32_STACK if "float32" in name else MEASURED_STACK.get(name, 0)
-            spilled = used["stack"] > allowed and ("paged" in name or "mixture" in name)
+            spilled = used["stack"] > allowed and any(kind in name for kind in ("paged", "mixture", "heads"))
             rounds = ".tf32" in kernel.asm["ptx"]
             large = used["shared"] > configs.shared_memory_of(args.arch)
             bad += spilled or large or rounds

@@ -105,7 +105,7 @@ def fold_norms(config: WorkerConfig, model: Decoder) -> None:
 def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -> Any:
     """The Triton operators, with scratch memory that graphs can hold on to where they take some; products of several rows by cuBLAS."""
     from pagecast_kernels import products, triton_ops
-    from pagecast_kernels.gemv import norm_gemv, norm_gemv_silu_mul
+    from pagecast_kernels.gemv import norm_gemv, norm_gemv_heads, norm_gemv_silu_mul
 
     scratch = _scratch(config, model, device)
 
@@ -117,7 +117,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     def linear_gelu_mul(x: Tensor, weight: Tensor) -> Tensor:
         return triton_ops.gelu_mul(linear(x, weight))
 
-    one_row_ops = {"norm_linear": norm_gemv, "norm_linear_silu_mul": norm_gemv_silu_mul}
+    one_row_ops = {"norm_linear": norm_gemv, "norm_linear_heads": norm_gemv_heads, "norm_linear_silu_mul": norm_gemv_silu_mul}
     names = (
         "rms_norm", "add_rms_norm", "silu_mul", "gelu_mul", "embedding", "rope_and_write_kv", "paged_prefill", "copy_blocks", "gather_rows",
         "gather_padded", "finish_rows", "best_of_shard", "latent_rope_and_write", "latent_prefill",

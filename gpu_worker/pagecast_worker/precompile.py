@@ -175,6 +175,8 @@ def _variant(arg: Any, parameter: Any) -> object:
     """What of an argument a kernel is compiled for."""
     if isinstance(arg, torch.Tensor):
         return str(arg.dtype)
+    if isinstance(arg, tuple):
+        return tuple(_variant(one, parameter) for one in arg)
     if parameter.is_constexpr or arg is None:
         return arg
     if parameter.do_not_specialize or not isinstance(arg, int):

@@ -141,6 +141,11 @@ def check_e4m3(device: torch.device | str) -> None:
         raise UnsupportedError(f"values of e4m3 need a GPU of compute capability 8.9 or more, this one has {arch(device) / 10}")
 
 
+def rotates_in_product(device: torch.device | str) -> bool:
+    """Whether the one-row product that makes heads also rotates them and writes K and V, where nothing norms them first."""
+    return arch(device) == 90
+
+
 FEW_PAIRS = 64
 """Pairs of a sequence and a KV head up to which a decode is one of few sequences: what it takes to begin and to end is then most of it."""
 MANY_PAIRS = 512

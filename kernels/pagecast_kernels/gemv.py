@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pagecast_kernels.rotated import Heads, angles, arguments, place, rows_of
+
 
 class GemvConfig(NamedTuple):
     """rows: weight rows of a program; depth: columns a step; stages: of the load pipeline; warps: of a program."""
@@ -23,6 +25,8 @@ class GemvConfig(NamedTuple):
 
 BEST = GemvConfig(8, 512, 4, 4)
 """Fastest of twelve on an H200 over all products of an 8B step: 3.76 ms, cuBLAS 4.09."""
+MOST_REGISTERS = 80
+"""Of a thread where heads are rotated: as many programs fit a processor as without."""
 
 
 @triton.jit
@@ -37,11 +41,15 @@ def _weights(weight_ptr, start, column, depth, EVEN: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    weight_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps,
+    weight_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps, heads,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if HEADS is None:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    else:
+        row = rows_of(tl.program_id(0), tl.arange(0, ROWS), ROWS // 2, HEADS)
+        cos, sin, slot = angles(heads, tl.program_id(0), ROWS // 2, HEADS)
     start = tl.minimum(row, N - 1).to(tl.int64) * K
     other = start + N.to(tl.int64) * K  # GATED: the up row of each gate row
     offset = tl.arange(0, DEPTH)
@@ -72,18 +80,23 @@ def _gemv(
         y += tl.load(bias_ptr + row, row < N, 0.0).to(tl.float32)
     if ADD:
         y += tl.load(out_ptr + row, row < N, 0.0).to(tl.float32)
-    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), row < N)
+    if HEADS is None:
+        tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), row < N)
+    else:
+        place(y, cos, sin, slot, heads, out_ptr, tl.program_id(0), ROWS // 2, HEADS)
 
 
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: GemvConfig,
     gamma: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False, add: bool = False, bias: torch.Tensor | None = None,
+    heads: Heads | None = None,
 ) -> torch.Tensor:  # fmt: skip
     rows = config.rows // 2 if gated else config.rows  # as many weights a step either way
-    N, K = out.shape[1], weight.shape[1]
+    N, K = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
+    tensors, shape = arguments(heads)
     _gemv[(triton.cdiv(N, rows),)](
-        weight, x, gamma, bias, out, N, K, eps, rows, config.depth, config.stages, K % config.depth == 0, gamma is not None, gated, add,
-        bias is not None, num_warps=config.warps,
+        weight, x, gamma, bias, out, N, K, eps, tensors, rows, config.depth, config.stages, K % config.depth == 0, gamma is not None, gated,
+        add, bias is not None, shape, num_warps=config.warps, maxnreg=None if heads is None else MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -108,6 +121,15 @@ def norm_gemv(
     """The product of RMSNorm(x [1, K]) and weight [N, K].T, plus bias [N] -> [1, N]. See reference.norm_linear."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device) if out is None else out
     return _launch(x, weight, out, config, gamma, eps, bias=bias)
+
+
+def norm_gemv_heads(
+    x: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor, heads: Heads, bias: torch.Tensor | None = None,
+    config: GemvConfig = BEST,
+) -> torch.Tensor:  # fmt: skip
+    """rope_and_write_kv of norm_gemv, with heads of a size that is a multiple of a program's rows -> q [1, Hq, D]."""
+    out = torch.empty((1, heads.num_heads, 2 * heads.shape[3]), dtype=x.dtype, device=x.device)
+    return _launch(x, weight, out, config, gamma, eps, bias=bias, heads=heads)
 
 
 def norm_gemv_silu_mul(

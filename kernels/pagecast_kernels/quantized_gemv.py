@@ -17,6 +17,7 @@ from torch import Tensor
 from pagecast_kernels import configs
 from pagecast_kernels.quantized_products import INTERPRETED, columns_of
 from pagecast_kernels.quantized_weights import PackedWeight
+from pagecast_kernels.rotated import Heads, angles, arguments, place, rows_of
 
 
 class OneRowConfig(NamedTuple):
@@ -108,9 +109,10 @@ def _finish(
 
 @triton.jit
 def _packed_gemv(
-    words_ptr, scales_ptr, zeros_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, scale_stride, column_tiles, eps,
+    words_ptr, scales_ptr, zeros_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, scale_stride, column_tiles, eps, heads,
     ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     # A tile of the weight: the first eight rows of each 16, 64 bytes each, then the others. Threads read 16 bytes of a row at a time.
     R: tl.constexpr = SLICES * ROWS
@@ -118,11 +120,19 @@ def _packed_gemv(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
     program = tl.program_id(0)
-    start = words_ptr + (program * ROWS // 64).to(tl.int64) * column_tiles * 1024 + program * ROWS % 64 * 8
     slice, half, word = tl.arange(0, SLICES), tl.arange(0, 2), tl.arange(0, ROWS * 8)
-    first = start + slice[:, None, None] * 1024 + half[None, :, None] * 512 + word[None, None, :]
     of_row = tl.arange(0, R)
-    row_slice, row = of_row // ROWS, program * ROWS + of_row % ROWS
+    row_slice = of_row // ROWS
+    if HEADS is None:
+        start = words_ptr + (program * ROWS // 64).to(tl.int64) * column_tiles * 1024 + program * ROWS % 64 * 8
+        apart = 512
+        row = program * ROWS + of_row % ROWS
+    else:  # eight rows of a head's first tile, and of its second
+        start = words_ptr + (program // 8).to(tl.int64) * 2 * column_tiles * 1024 + program % 2 * 512 + program % 8 // 2 * 128
+        apart = column_tiles * 1024
+        row = rows_of(program, of_row % ROWS, 8, HEADS)
+        cos, sin, slot = angles(heads, program, 8, HEADS)
+    first = start + slice[:, None, None] * 1024 + half[None, :, None] * apart + word[None, None, :]
     factor = 1.0
     if NORM and dtype == tl.float16:
         factor = _factor(x_ptr, K, eps, SLICES * 128)  # Without it x times gamma may not fit.
@@ -160,12 +170,18 @@ def _packed_gemv(
             acc = tl.dot(w, x.trans(), acc)
     y = _own(acc, SLICES)
     unit = tl.arange(0, ROWS)
+    own = program * ROWS + unit if HEADS is None else rows_of(program, unit, 8, HEADS)
     if not GROUP:
-        y *= tl.load(scales_ptr + program * ROWS + unit)
+        y *= tl.load(scales_ptr + own)
     if NORM and dtype == tl.bfloat16:
         y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    width: tl.constexpr = ROWS // 2 if GATED else ROWS
-    _finish(y, out_ptr, bias_ptr, program * width, N, 8, GATED, ADD, BIAS)
+    if HEADS is None:
+        width: tl.constexpr = ROWS // 2 if GATED else ROWS
+        _finish(y, out_ptr, bias_ptr, program * width, N, 8, GATED, ADD, BIAS)
+    else:
+        if BIAS:
+            y += tl.load(bias_ptr + own).to(tl.float32)
+        place(y, cos, sin, slot, heads, out_ptr, program, 8, HEADS)
 
 
 def knows_packed(weight: PackedWeight) -> bool:
@@ -175,20 +191,23 @@ def knows_packed(weight: PackedWeight) -> bool:
 
 def packed_gemv(
     x: Tensor, weight: PackedWeight, *, gamma: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, config: OneRowConfig | None = None,
+    residual: Tensor | None = None, config: OneRowConfig | None = None, heads: Heads | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, K], by RMSNorm with gamma [K] where there is one, times weight [N, K].T, plus bias [N] -> [1, N], or added to residual
-    in place; SiLU·mul of it [1, N / 2] where the weight's rows are paired. See reference_quantized.packed_product."""
+    in place; SiLU·mul of it [1, N / 2] where the weight's rows are paired; with heads, of 128, rope_and_write_kv of it -> q [1, Hq, 128].
+    See reference_quantized.packed_product."""
     if not knows_packed(weight):
         raise ValueError(f"the weight must be int4 in groups of 128 or whole rows, got {weight.kind} in groups of {weight.group}")
-    config = PACKED.of(weight.rows, weight.columns) if config is None else config
+    config = PACKED.of(weight.rows if heads is None else 0, weight.columns) if config is None else config
     width = weight.rows // 2 if weight.paired else weight.rows
-    out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
+    tensors, shape = arguments(heads)
+    results = (1, width) if shape is None else (1, shape[0], 2 * shape[3])
+    out = torch.empty(results, dtype=x.dtype, device=x.device) if residual is None else residual
     column_tiles, depth = weight.words.shape[1], x.shape[1]
     _packed_gemv[(triton.cdiv(weight.rows, config.rows),)](
-        weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, depth, weight.scales.stride(0), column_tiles, eps,
+        weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, depth, weight.scales.stride(0), column_tiles, eps, tensors,
         config.rows, config.slices, config.stages, depth % (128 * config.slices) == 0, weight.group,
-        weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, not INTERPRETED,
+        weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, not INTERPRETED, shape,
         num_warps=config.warps,
     )  # fmt: skip
     return out
@@ -196,16 +215,21 @@ def packed_gemv(
 
 @triton.jit
 def _scaled_gemv(
-    weight_ptr, scale_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps,
+    weight_ptr, scale_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, eps, heads,
     ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, WIDEN: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     R: tl.constexpr = SLICES * ROWS
     COLUMNS: tl.constexpr = SLICES if SLICES > 8 else 8
     OUTPUTS: tl.constexpr = ROWS // 2 if GATED else ROWS
     begin = tl.program_id(0) * OUTPUTS
     unit, of_row = tl.arange(0, ROWS), tl.arange(0, R)
-    row = tl.minimum(begin + of_row % ROWS % OUTPUTS, N - 1) + of_row % ROWS // OUTPUTS * N
+    if HEADS is None:
+        row = tl.minimum(begin + of_row % ROWS % OUTPUTS, N - 1) + of_row % ROWS // OUTPUTS * N
+    else:
+        row = rows_of(tl.program_id(0), of_row % ROWS, ROWS // 2, HEADS)
+        cos, sin, slot = angles(heads, tl.program_id(0), ROWS // 2, HEADS)
     first = weight_ptr + row.to(tl.int64)[:, None] * K
     column = (of_row // ROWS * 128)[:, None] + tl.arange(0, 128)[None, :]
     acc = tl.zeros([R, COLUMNS], tl.float32)
@@ -227,26 +251,37 @@ def _scaled_gemv(
         else:
             part = tl.dot(w, x.trans())
         acc += part * (most / 448.0)[None, :]
-    own = tl.minimum(begin + unit % OUTPUTS, N - 1) + unit // OUTPUTS * N
+    if HEADS is None:
+        own = tl.minimum(begin + unit % OUTPUTS, N - 1) + unit // OUTPUTS * N
+    else:
+        own = rows_of(tl.program_id(0), unit, ROWS // 2, HEADS)
     y = _own(acc, SLICES) * tl.load(scale_ptr + own)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    _finish(y, out_ptr, bias_ptr, begin, N, OUTPUTS, GATED, ADD, BIAS)
+    if HEADS is None:
+        _finish(y, out_ptr, bias_ptr, begin, N, OUTPUTS, GATED, ADD, BIAS)
+    else:
+        if BIAS:
+            y += tl.load(bias_ptr + own).to(tl.float32)
+        place(y, cos, sin, slot, heads, out_ptr, tl.program_id(0), ROWS // 2, HEADS)
 
 
 def scaled_gemv(
     x: Tensor, weight: Tensor, scales: Tensor, *, gamma: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    gated: bool = False, residual: Tensor | None = None, config: OneRowConfig | None = None,
+    gated: bool = False, residual: Tensor | None = None, config: OneRowConfig | None = None, heads: Heads | None = None,
 ) -> Tensor:  # fmt: skip
-    """The same for float8_e4m3fn weight [N, K] with scales float32 [N]. gated: rows are gates, then ups."""
+    """The same for float8_e4m3fn weight [N, K] with scales float32 [N]. gated: rows are gates, then ups. Heads' sizes are multiples of
+    a program's rows."""
     configs.check_e4m3(x.device)
     width, depth = weight.shape[0] // 2 if gated else weight.shape[0], weight.shape[1]
-    config = SCALED.of(*weight.shape) if config is None else config
-    out = torch.empty((1, width), dtype=x.dtype, device=x.device) if residual is None else residual
+    config = SCALED.of(weight.shape[0] if heads is None else 0, weight.shape[1]) if config is None else config
+    tensors, shape = arguments(heads)
+    results = (1, width) if shape is None else (1, shape[0], 2 * shape[3])
+    out = torch.empty(results, dtype=x.dtype, device=x.device) if residual is None else residual
     _scaled_gemv[(triton.cdiv(weight.shape[0], config.rows),)](
-        weight, scales, x, gamma, bias, out, width, depth, eps,
+        weight, scales, x, gamma, bias, out, width, depth, eps, tensors,
         config.rows, config.slices, config.stages, depth % (128 * config.slices) == 0,
-        gamma is not None, gated, residual is not None, bias is not None, INTERPRETED,
+        gamma is not None, gated, residual is not None, bias is not None, INTERPRETED, shape,
         num_warps=config.warps,
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ import torch
 from worker.plan_driver import Driver, Job
 from worker.tiny_model import write_model
 
+from pagecast_kernels import configs
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
 from pagecast_worker.config import WorkerConfig
@@ -59,8 +60,9 @@ def test_operators_that_do_not_depend_on_company_give_the_same_tokens(executor, 
     assert outputs(executor) == expected
 
 
-def test_a_request_alone_has_kernels_of_its_own(executor, monkeypatch):
-    """Steps of one row: six launches a layer give the tokens of nine."""
+@pytest.mark.parametrize("rotates", [True, False])
+def test_a_request_alone_has_kernels_of_its_own(executor, monkeypatch, rotates):
+    """Steps of one row: five launches a layer, or six where another one rotates heads, give the tokens of nine."""
     prompt = [(11 * i) % 500 + 3 for i in range(19)]
 
     def alone() -> list[int]:
@@ -74,9 +76,12 @@ def test_a_request_alone_has_kernels_of_its_own(executor, monkeypatch):
     expected = alone()
     ops = cuda_operators(executor.config, executor.model, torch.device("cpu"))
     assert ops.one_row
-    calls = []
-    add = ops.linear_add
+    monkeypatch.setattr(configs, "rotates_in_product", lambda device: rotates)
+    calls, rotated = [], []
+    add, rotating = ops.linear_add, ops.norm_linear_heads
     ops.linear_add = lambda *args: calls.append(1) or add(*args)
+    ops.norm_linear_heads = lambda *args: rotated.append(1) or rotating(*args)
     monkeypatch.setattr(executor, "ops", ops)
     assert alone() == expected
     assert len(calls) == 4 * 2 * executor.model.config.num_layers
+    assert len(rotated) == 4 * executor.model.config.num_layers * rotates

@@ -52,7 +52,11 @@ class Attention:
             qkv, self.cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, self.num_heads, self.num_kv_heads, self.head_dim,
             self.q_norm, self.k_norm, self.eps, **self.kv_scales, **late,
         )
-        return self._attend(ops, q, step, k_cache, v_cache).view(qkv.shape[0], -1)
+        return self.attend_rotated(ops, q, step, k_cache, v_cache)
+
+    def attend_rotated(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """q[T, Hq, D] rotated, k and v in the cache -> [T, Hq D]."""
+        return self._attend(ops, q, step, k_cache, v_cache).view(q.shape[0], -1)
 
     def _attend(self, ops: Any, q: Tensor, step: StepInputs, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         decodes, looks = step.num_decodes, {"window": self.window, "softcap": self.softcap, **self.kv_scales}

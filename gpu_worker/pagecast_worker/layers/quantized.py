@@ -88,6 +88,11 @@ def suits_one_row(weight: Weight) -> bool:
     return isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] % 8 == 0
 
 
+def suits_heads(weight: Weight, size: int) -> bool:
+    """Whether a product of one row that takes this weight can rotate heads of such a size: programs have equal parts of both halves."""
+    return size == 128 if isinstance(weight, Packed) else size % (16 if isinstance(weight, Scaled) else 8) == 0
+
+
 def nbytes(weight: Weight) -> int:
     """Bytes that a weight takes on its device."""
     if isinstance(weight, Packed):
@@ -190,6 +195,14 @@ class GpuQuantized:
         if isinstance(weight, Scaled):
             return self._one_row.scaled_gemv(x, weight.values, weight.scales, gamma=gamma, eps=eps, bias=bias)
         return self._plain.norm_linear(x, gamma, eps, weight, bias)  # type: ignore[no-any-return]
+
+    def norm_linear_heads(self, x: Tensor, gamma: Tensor, eps: float, weight: Weight, heads: Any, bias: Tensor | None) -> Tensor:
+        """See gemv.norm_gemv_heads."""
+        if isinstance(weight, Packed):
+            return self._one_row.packed_gemv(x, weight.weight, gamma=gamma, eps=eps, bias=bias, heads=heads)
+        if isinstance(weight, Scaled):
+            return self._one_row.scaled_gemv(x, weight.values, weight.scales, gamma=gamma, eps=eps, bias=bias, heads=heads)
+        return self._plain.norm_linear_heads(x, gamma, eps, weight, heads, bias)  # type: ignore[no-any-return]
 
     def norm_linear_silu_mul(self, x: Tensor, gamma: Tensor, eps: float, weight: Weight) -> Tensor:
         """See reference.norm_linear_silu_mul; of one row."""

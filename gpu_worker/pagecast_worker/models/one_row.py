@@ -1,15 +1,18 @@
-"""The forward pass of a step with one token, in six launches a layer instead of nine or more.
+"""The forward pass of a step with one token, in five launches a layer instead of nine or more.
 
 A product of one row goes over its whole input in every program, so norms, the residual sum and SiLU·mul are done there in passing
-(pagecast_kernels.gemv). Alone, a request's time between tokens is little more than reading the weights and launching kernels.
+(pagecast_kernels.gemv), as are the rotation of heads and the write of K and V (pagecast_kernels.rotated): a sixth launch where heads
+are normed, where the cache is of e4m3, or before Hopper. Alone, a request's time between tokens is little more than reading the weights
+and launching kernels.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pagecast_worker.layers.attention import Attention
 from pagecast_worker.layers.experts import Experts
-from pagecast_worker.layers.quantized import Packed, suits_one_row
+from pagecast_worker.layers.quantized import Packed, suits_heads, suits_one_row
 from pagecast_worker.layers.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -51,14 +54,29 @@ def _add(model: "Decoder", ops: Any, x: Tensor, weight: Tensor, residual: Tensor
         model.ranks.add(ops, ops.linear(x, weight), residual)
 
 
+def _rotates(attention: Attention, x: Tensor, k_cache: Tensor) -> bool:
+    """Whether the product of q, k and v rotates heads and writes to the cache itself."""
+    from pagecast_kernels import configs
+
+    plain = attention.q_norm is None and attention.k_norm is None and k_cache.dtype == x.dtype
+    return plain and suits_heads(attention.qkv.weight, attention.head_dim) and configs.rotates_in_product(x.device)
+
+
 def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Hidden state [1, H] after the last norm; see Decoder.forward."""
+    from pagecast_kernels.rotated import Heads
+
     eps = model.config.rms_norm_eps
     residual = model.embedding.forward(ops, step.token_ids)
     for layer, (k_cache, v_cache) in zip(model.layers, caches, strict=True):
         attention, feed_forward = layer.attention, layer.feed_forward
-        qkv = ops.norm_linear(residual, layer.attention_norm, eps, attention.qkv.weight, attention.qkv.bias)
-        attended = attention.attend(ops, qkv, step, k_cache, v_cache)
+        product = (residual, layer.attention_norm, eps, attention.qkv.weight)
+        if _rotates(attention, residual, k_cache):
+            heads = Heads(attention.cos_sin, step.positions, step.slot_mapping, k_cache, v_cache, attention.num_heads)
+            q = ops.norm_linear_heads(*product, heads, attention.qkv.bias)
+            attended = attention.attend_rotated(ops, q, step, k_cache, v_cache)
+        else:
+            attended = attention.attend(ops, ops.norm_linear(*product, attention.qkv.bias), step, k_cache, v_cache)
         _add(model, ops, attended, attention.output.weight, residual)
         if isinstance(feed_forward, Experts):
             _experts(ops, feed_forward, ops.rms_norm(residual, layer.feed_forward_norm, eps), residual)
