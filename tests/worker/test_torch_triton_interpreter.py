@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -14,6 +15,7 @@ from pagecast_kernels import configs
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.backend import cuda_operators
 from pagecast_worker.config import WorkerConfig
+from pagecast_worker.models import one_row
 from pagecast_worker.torch_executor import TorchExecutor
 
 NUM_BLOCKS = 40
@@ -85,3 +87,15 @@ def test_a_request_alone_has_kernels_of_its_own(executor, monkeypatch, rotates):
     assert alone() == expected
     assert len(calls) == 4 * 2 * executor.model.config.num_layers
     assert len(rotated) == 4 * executor.model.config.num_layers * rotates
+
+
+@pytest.mark.parametrize(
+    ("changed", "rotates"),
+    [({}, True), ({"q_norm": torch.ones(64)}, False), ({"k_norm": torch.ones(64)}, False), ({"head_dim": 44}, False), (None, False)],
+)
+def test_a_product_rotates_heads_that_nothing_else_changes(changed, rotates):
+    """Nor does it where a head has no equal parts for programs, or (None) where the cache is of e4m3."""
+    x = torch.zeros(1, 16, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 1, 16, 64, dtype=torch.bfloat16)
+    made = {"q_norm": None, "k_norm": None, "head_dim": 64, "qkv": SimpleNamespace(weight=x)} | (changed or {})
+    assert one_row._rotates(SimpleNamespace(**made), x, cache.to(torch.float8_e4m3fn) if changed is None else cache) == rotates
