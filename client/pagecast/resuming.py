@@ -34,6 +34,7 @@ class Position:
     deadline: float | None
     is_wanted: bool = True
     _sequences: dict[int, _Sequence] = field(default_factory=dict)
+    _next_of_prompt: int = 0
     _last_seq: int = 0
     _num_failures: int = 0
     _broken_since: float | None = None
@@ -79,6 +80,8 @@ class Position:
         kind = event.WhichOneof("event")
         if kind == "accepted" and self._last_seq:
             return None
+        if kind == "prompt" and not self._is_news(event.prompt):
+            return None
         if kind == "tokens":
             known = self._sequences.setdefault(event.tokens.sequence_index, _Sequence())
             known.next_offset = event.tokens.first_token_offset + max(event.tokens.num_tokens, len(event.tokens.token_ids))
@@ -91,6 +94,14 @@ class Position:
         self._last_seq += 1
         event.seq = self._last_seq
         return event
+
+    def _is_news(self, prompt: pb.PromptEvent) -> bool:
+        """Leaves only records of positions that the caller has not seen, if there are any."""
+        known = max(0, self._next_of_prompt - prompt.first_position)
+        del prompt.logprobs[:known]
+        prompt.first_position += known
+        self._next_of_prompt = max(self._next_of_prompt, prompt.first_position + len(prompt.logprobs))
+        return len(prompt.logprobs) > 0
 
     def wait_after(self, error: RpcError) -> float:
         """Seconds to wait before the next call. Raises the error where there is to be none; one of a timeout with the failure before it,

@@ -83,6 +83,21 @@ def test_a_returning_tenant_has_earned_no_credit_by_its_absence():
     assert 6 <= sum(key < 50 for key in after) <= 10  # turn by turn, not thirty in a row
 
 
+def test_what_a_tenant_computed_alone_is_not_held_against_it():
+    """It had the engine to itself, and nobody was there when the newcomer came."""
+    cluster = one_at_a_time()
+    for key in range(1, 9):
+        cluster.submit(key, [1, key & 1], 40, tenant="night")
+    cluster.run()
+    for key in range(10, 40):
+        cluster.submit(key, [1, key & 1], 5, tenant="newcomer")
+    for key in range(50, 80):
+        cluster.submit(key, [1, key & 1], 5, tenant="night")
+    cluster.run()
+    first = admitted(cluster)[8:24]
+    assert 6 <= sum(key < 50 for key in first) <= 10
+
+
 @pytest.mark.parametrize("size", [2, 24])
 def test_starvation_bound(size):
     """The least urgent request under a flood of urgent ones, which alone exceed what the engine can do.

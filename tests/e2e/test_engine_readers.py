@@ -289,3 +289,49 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [entry.name[1] for entry in book.all() if entry.request is None] == []
 
 
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_who_joins_gets_a_record_of_every_token(keep: bool) -> None:
+    """Of the newest ones too, which no batch has told of yet; whether the request outlives its caller or not."""
+    from types import SimpleNamespace
+
+    from pagecast_scheduler.core.config import SchedulerConfig
+    from pagecast_scheduler.core.scheduler import Scheduler
+    from pagecast_scheduler.engine.directory import Directory
+    from pagecast_scheduler.engine.intake import Intake
+    from pagecast_wire.codec import pack_u32
+    from pagecast_wire.result import StepResult
+    from pagecast_wire.sampling import SamplingParams, StopRules
+
+    core, sent = Scheduler(SchedulerConfig(16, 64, 256, 8, 256, 64, 4096), 1), list[Attached]()
+    frontends: Any = SimpleNamespace(send=lambda slot, message: sent.append(message))
+    epochs: Any = SimpleNamespace(core=core, step=0, is_braking=lambda now: False)
+    intake = Intake(frontends, epochs, Directory(10, 100), None)
+    core.start_epoch()
+
+    def ask(slot: int, join: bool) -> None:
+        identity = Identity("ada", "r", b"same", join=join, keep=keep)
+        sampling = SamplingParams(num_logprobs=0, num_prompt_logprobs=0)
+        submit = Submit(slot << KEY_BITS | 1, pack_u32([1, 2]), sampling, StopRules(9), bytes(32), identity=identity)
+        front: Any = SimpleNamespace(slot=slot)
+        intake.take(front, submit, 0)
+
+    def step(number: int) -> None:
+        core.plan_step(0)
+        value, columns = bytes.fromhex("000080bf"), {"rows": 0, "starts": 1, "counts": 1, "tops": 0}
+        prompt = {f"prompt_{name}": pack_u32([column]) for name, column in columns.items()} | {"prompt_logprobs": value}
+        of_prompt = prompt if number == 1 else {}
+        result = StepResult(1, number, 0, pack_u32([7]), bytes(1), logprob_rows=pack_u32([0]), logprobs=value, **of_prompt)
+        core.apply_result(result, 0)
+
+    ask(1, False)
+    step(1)
+    ask(2, True)
+    intake.take_batches(0)
+    step(2)
+    ask(3, True)
+    for told, have in zip(sent, (1, 2), strict=True):
+        assert len(told.submit.history[0]) // 4 == have == len(told.logprobs)
+        assert [record.offset for record in told.logprobs] == [*range(have)] and {r.key for r in told.logprobs} == {told.submit.key}
+        assert [(part.key, part.start) for part in told.prompt_logprobs] == [(told.submit.key, 1)]

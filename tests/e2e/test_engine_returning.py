@@ -9,11 +9,12 @@ from e2e.engine_rig import engine_thread, rig_workers
 from e2e.test_engine_readers import PROMPT, Reader
 
 from pagecast_scheduler.engine import loop
+from pagecast_scheduler.engine.directory import Directory
 from pagecast_scheduler.engine.recovery import SECOND
 from pagecast_scheduler.engine.returning import in_order_of_return
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.control import Attach, Attached, EarlierLogprobs, Kept, Leave
-from pagecast_wire.intake import Finished, FrontendBatch, Identity, Pause, Ready, RejectReason, Submit, TokenLogprobs, Usage
+from pagecast_wire.intake import KEY_BITS, Finished, FrontendBatch, Identity, Pause, Ready, RejectReason, Submit, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason, SamplingParams, StopRules
 from pagecast_worker.oracle import oracle_tokens
 
@@ -212,3 +213,17 @@ def test_histories_of_different_sequences_are_put_together_before_anyone_reads()
     assert [type(m) for m in ordered[5:]] == [EarlierLogprobs, Submit, Submit, Submit, Attach, Pause]
     assert in_order_of_return(brought)[5][0] == "front of 1" == in_order_of_return(brought)[9][0]
     assert ordered[5] == EarlierLogprobs(1, records.records) and ordered[9] == Attach(1, "ada", "r")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_ended_requests_with_one_id_the_latest_is_kept(order: tuple[int, int]) -> None:
+    """An id may be used again once its request has ended; each front end brings back the one that it has seen."""
+    earlier, later = kept(1 << KEY_BITS | 7, "r", 5, left_ms=20_000), kept(2 << KEY_BITS | 9, "r", 8, left_ms=50_000)
+    book = Directory(1, 60_000_000)
+    for at in order:
+        book.restore((earlier, later)[at], 0)
+    entry = book.find("ada", "r")
+    assert entry is not None and entry.tokens == (pack_u32(expected(8)),) and book.all() == [entry]
+    assert book.expire(30_000_000) == [] and book.find("ada", "r") is entry
+    book.expire(50_000_000)
+    assert book.all() == []

@@ -11,6 +11,7 @@ from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import finished
 from frontend.secure_rig import Authority, auth_file, bearer, entry, secure_channel, token
 from google.protobuf import descriptor_pb2
+from google.protobuf.duration_pb2 import Duration
 from grpc_reflection.v1alpha import reflection_pb2
 
 from pagecast.v1 import generation_pb2 as pb
@@ -20,6 +21,7 @@ from pagecast_scheduler.frontend.authorizer import ROLES, roles_for
 from pagecast_scheduler.frontend.main import Frontend, StartError
 from pagecast_scheduler.frontend.principals import Principal, Quota, Role
 from pagecast_scheduler.frontend.quotas import Quotas
+from pagecast_wire.control import Leave
 from pagecast_wire.intake import Abort, Phase, Priority, Progress, Submit
 
 PRINCIPALS = """
@@ -181,6 +183,18 @@ async def test_a_changed_file_counts_for_the_next_call_and_a_bad_one_does_not(fo
     auth_file(folder, PRINCIPALS, mode=0o644)
     await answer(rig, generate(rig, "carol"), 4)
     assert [line["event"] for line in logged].count("auth file not taken over, the last good one stays in use") == 2
+    await stop_rig(rig)
+
+
+async def test_what_kept_a_file_from_being_read_may_go_without_a_change_of_the_file(folder: Path, logged: list[dict[str, Any]]) -> None:
+    rig = await start(folder)
+    path = Path(auth_file(folder, PRINCIPALS + entry("bob"), mode=0o644))  # alice's token is withdrawn, in a file that all may read
+    for count in (1, 2):
+        await answer(rig, generate(rig, "alice"), count)
+    path.chmod(0o600)
+    assert (await refused(generate(rig, "alice")))[1] == "TOKEN_INVALID"
+    said = [line["event"] for line in logged if line["event"].startswith("auth file")]
+    assert said == ["auth file not taken over, the last good one stays in use", "auth file reloaded"]
     await stop_rig(rig)
 
 
@@ -365,4 +379,21 @@ async def test_a_request_settles_with_what_it_used(folder: Path) -> None:
     await call  # 30 used; one a second comes back
     assert await refused(generate(rig, "thrifty", stopping=stopping)) == ("RESOURCE_EXHAUSTED", "QUOTA_TOKENS")
     await answer(rig, generate(rig, "thrifty", stopping=pb.StoppingOptions(max_output_tokens=27)), 2)
+    await stop_rig(rig)
+
+
+async def test_tokens_of_a_request_that_goes_on_without_its_caller_stay_reserved_until_its_end(folder: Path) -> None:
+    rig = await start(folder, "[principal.thrifty]\ntokens_per_minute = 60\nstreams = 1\n")
+    stopping = pb.StoppingOptions(max_output_tokens=57)
+    delivery = pb.DeliveryOptions(on_disconnect=pb.ON_DISCONNECT_DETACH, detach_grace=Duration(seconds=60))
+    request = pb.GenerateStreamRequest(spec=spec(stopping=stopping), delivery=delivery)
+    call = rig.generation.GenerateStream(request, metadata=bearer("thrifty"))
+    submit = await rig.scheduler.accept(1)
+    await call.read()
+    call.cancel()
+    await rig.scheduler.next(Leave)
+    assert await refused(generate(rig, "thrifty", stopping=stopping)) == ("RESOURCE_EXHAUSTED", "QUOTA_TOKENS")  # and no stream is counted
+    await rig.scheduler.tokens(submit.key, 0, [1], finished(submit.key, 1))  # 56 come back
+    await answer(rig, generate(rig, "alice"), 2)  # which was heard of behind that end
+    await answer(rig, generate(rig, "thrifty", stopping=pb.StoppingOptions(max_output_tokens=40)), 3)
     await stop_rig(rig)

@@ -13,8 +13,11 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast.v1 import model_pb2, model_pb2_grpc, runtime_pb2, runtime_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from pagecast_scheduler.frontend import cache_watch
+from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.load_reports import ORCA
 from pagecast_scheduler.frontend.server import COMPAT, HEALTH, REFLECTION, SERVICES
+from pagecast_wire.control import CacheEvents
 from pagecast_wire.intake import ServingState
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -93,3 +96,16 @@ async def test_reflection_answers_under_both_names(rig: Rig, name: str) -> None:
     files = [descriptor_pb2.FileDescriptorProto.FromString(data) for data in answer.file_descriptor_proto]
     assert any(service.name == "GenerationService" for file in files for service in file.service)
     await call.done_writing()
+
+
+async def test_a_watch_that_lost_a_change_ends_before_it_tells_of_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_watch, "MAX_UNREAD", 2)
+    watch = cache_watch.CacheWatch(1, "one", 0)
+    for number in (1, 2, 3):  # the third has no room
+        watch.receive(CacheEvents(1, 1, number), "one")
+    assert [(await watch.next())[1].sequence] == [1]
+    watch.receive(CacheEvents(1, 1, 4), "one")
+    assert [(await watch.next())[1].sequence] == [2]
+    with pytest.raises(Refusal) as caught:
+        await watch.next()
+    assert caught.value.reason is Reason.SLOW_CONSUMER and watch.opening().after == 2

@@ -109,6 +109,13 @@ class Outputs:
     def add_prompt_logprobs(self, slot: int, part: PromptLogprobs) -> None:
         self._of(slot).prompt_logprobs.append(part)
 
+    def untold_logprobs(self, slot: int, key: int) -> tuple[list[TokenLogprobs], list[PromptLogprobs]]:
+        """Records of one request, of output and of prompt tokens, that wait to be told."""
+        pending = self._pending.get(slot)
+        if pending is None:
+            return [], []
+        return [r for r in pending.logprobs if r.key == key], [part for part in pending.prompt_logprobs if part.key == key]
+
     def drop(self, slot: int) -> None:
         """The front end is gone: forget what it was to learn."""
         self._pending.pop(slot, None)

@@ -17,7 +17,7 @@ from pagecast_scheduler.core.request import Request, Sequence, Status
 from pagecast_scheduler.core.state import State
 from pagecast_scheduler.core.waiting import Wait
 from pagecast_wire.codec import view_u32
-from pagecast_wire.intake import Accepted, FrontendBatch, Phase, Progress, Rejected, Submit
+from pagecast_wire.intake import Accepted, FrontendBatch, Phase, Progress, PromptLogprobs, Rejected, Submit, TokenLogprobs
 from pagecast_wire.plan import StartEpoch, StepPlan
 from pagecast_wire.result import StepResult
 from pagecast_wire.sampling import Constraint, ConstraintFault, FinishReason
@@ -130,6 +130,10 @@ class Scheduler:
     def outputs_of(self, request: Request) -> tuple[bytes, ...]:
         """Applied output tokens of each sequence, as u32 columns."""
         return tuple(self._known_tokens(seq)[request.num_prompt_tokens :].astype("<u4").tobytes() for seq in request.sequences)
+
+    def untold_logprobs(self, request: Request) -> tuple[list[TokenLogprobs], list[PromptLogprobs]]:
+        """Records of output and prompt tokens that `take_batches` has not given yet, though `outputs_of` has their tokens."""
+        return self.state.outputs.untold_logprobs(request.slot, request.key)
 
     def _known_tokens(self, seq: Sequence) -> NDArray[np.uint32]:
         rows = self.state.rows

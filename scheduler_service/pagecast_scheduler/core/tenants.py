@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 class Tenants:
     """served[i]: tokens computed for tenant i, prompt and output alike. A tenant is active while it has an open request.
 
-    A tenant that becomes active is lifted to the least served active one: being away earns no credit.
+    A tenant that becomes active is lifted to the least served active one, or where nobody is active to the most that any tenant had left
+    with: being away earns no credit, and what one computed while nobody else wanted to is not held against it by one who comes later.
     """
 
     def __init__(self, max_idle: int) -> None:
@@ -18,6 +19,7 @@ class Tenants:
         self._idle: dict[int, None] = {}  # idle tenants, longest idle first
         self._spare: list[int] = []
         self._active: dict[int, None] = {}
+        self._most_left = 0  # tokens served to the most served tenant that ever became idle
         self._max_idle = max_idle
 
     def enter(self, name: str) -> int:
@@ -27,9 +29,8 @@ class Tenants:
             index = self._create(name)
         if not self._open[index]:
             self._idle.pop(index, None)
-            if self._active:
-                least = int(min(self.served[other] for other in self._active))
-                self.served[index] = max(int(self.served[index]), least)
+            least = self.least_served() if self._active else self._most_left
+            self.served[index] = max(int(self.served[index]), least)
             self._active[index] = None
         self._open[index] += 1
         return index
@@ -47,6 +48,7 @@ class Tenants:
         if self._open[index]:
             return
         del self._active[index]
+        self._most_left = max(self._most_left, int(self.served[index]))
         self._idle[index] = None
         if len(self._idle) > self._max_idle:
             oldest = next(iter(self._idle))

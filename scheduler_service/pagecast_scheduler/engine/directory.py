@@ -5,6 +5,7 @@ join or resume what another began; a request without readers goes on for a grant
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +18,8 @@ MAX_ORPHANS = 1024
 """Live requests without a reader; one more ends the oldest of them."""
 MS = 1000
 MAX_AGE_MS = 1 << 40
+
+Untold = tuple[Sequence[TokenLogprobs], Sequence[PromptLogprobs]]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,8 +108,9 @@ class Directory:
             entry.until = NEVER
             self._add_reader(entry, key)
 
-    def attached(self, entry: Entry, key: int, outputs: tuple[bytes, ...], now: int) -> Attached:
-        """All there is so far, for a reader. outputs: tokens of a live request, per sequence."""
+    def attached(self, entry: Entry, key: int, outputs: tuple[bytes, ...], now: int, untold: Untold = ((), ())) -> Attached:
+        """All there is so far, for a reader. outputs: tokens of a live request, per sequence. untold: records that belong to the newest of
+        them, and of its prompt, which nobody was told yet."""
         request, submit = entry.request, entry.submit
         ends, left = entry.ends, {}
         if request is not None:
@@ -117,8 +121,8 @@ class Directory:
             }  # fmt: skip
         submit = msgspec.structs.replace(submit, key=key, history=outputs if request is not None else entry.tokens, **left)
         renamed = tuple(msgspec.structs.replace(end, key=key) for end in ends)
-        logprobs = tuple(msgspec.structs.replace(item, key=key) for item in entry.logprobs)
-        of_prompt = tuple(msgspec.structs.replace(part, key=key) for part in entry.prompt_logprobs)
+        logprobs = tuple(msgspec.structs.replace(item, key=key) for item in (*entry.logprobs, *untold[0]))
+        of_prompt = tuple(msgspec.structs.replace(part, key=key) for part in (*entry.prompt_logprobs, *untold[1]))
         return Attached(submit, entry.position, max(0, now - entry.accepted_at) // MS, renamed, logprobs, of_prompt)
 
     def core_key(self, key: int) -> int:
@@ -191,21 +195,25 @@ class Directory:
             self._forget(next(iter(self._kept.values())))
 
     def restore(self, kept: Kept, now: int) -> None:
-        """What a scheduler before this one kept. A request of the same name that is here already goes before it."""
+        """What a scheduler before this one kept. Of several requests of one name the latest counts, and a live one before all."""
         attached, left_us = kept.attached, min(kept.left_ms * MS, self._retention_us)
         submit, age_us = msgspec.structs.replace(attached.submit, history=()), min(attached.elapsed_ms, MAX_AGE_MS) * MS
         entry = Entry(
             submit, None, attached.queue_position, now - age_us, until=now + left_us, tokens=attached.submit.history,
             ends=attached.finished, logprobs=list(attached.logprobs), prompt_logprobs=list(attached.prompt_logprobs),
         )  # fmt: skip
-        if entry.name not in self._by_name and left_us > 0:
-            self._by_name[entry.name] = entry
-            self._keep(entry)
+        known = self._by_name.get(entry.name)
+        if left_us <= 0 or (known is not None and (known.request is not None or known.until >= entry.until)):
+            return
+        if known is not None:
+            self._forget(known)
+        self._by_name[entry.name] = entry
+        self._keep(entry)
 
     def restore_logprobs(self, earlier: EarlierLogprobs) -> None:
         """Records of tokens that a live request was brought back with, perhaps by several front ends."""
         entry = self._reads.get(earlier.key)
-        if entry is None or not entry.submit.identity.keep:
+        if entry is None:
             return
         known = {(record.sequence, record.offset) for record in entry.logprobs}
         entry.logprobs += [record for record in earlier.records if (record.sequence, record.offset) not in known]
@@ -230,11 +238,11 @@ class Directory:
     def _keep_logprobs(self, batch: FrontendBatch) -> None:
         for record in batch.logprobs:
             entry = self._by_key.get(record.key)
-            if entry is not None and entry.submit.identity.keep:
+            if entry is not None:
                 entry.logprobs.append(record)
         for part in batch.prompt_logprobs:
             entry = self._by_key.get(part.key)
-            if entry is not None and entry.submit.identity.keep:
+            if entry is not None:
                 entry.prompt_logprobs.append(part)
 
     def _add_reader(self, entry: Entry, key: int) -> None:

@@ -146,8 +146,9 @@ class Intake:
         """Before any batch that tells this reader of what follows."""
         request = entry.request
         outputs = self._core.outputs_of(request) if request is not None else ()
+        untold = self._core.untold_logprobs(request) if request is not None else ((), ())
         self._directory.attach(entry, key)
-        self._frontends.send(slot, self._directory.attached(entry, key, outputs, now))
+        self._frontends.send(slot, self._directory.attached(entry, key, outputs, now, untold))
         if request is not None:
             self._pause(entry.key, self._directory.pauses(entry), now)
 

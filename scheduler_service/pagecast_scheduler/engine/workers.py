@@ -158,7 +158,7 @@ class WorkerGroup:
         self.refusals.pop(hello.rank, None)
         self._gathering.leave(hello.rank)
         self.ranks[hello.rank] = Rank(hello, identity, process, heard=now)
-        if self.log_level:
+        if self.log_level or hello.last_epoch:  # one that a scheduler before this one left may hold what was set there
             self.router.send(identity, LogLevel(self.log_level))
         self._log.info("rank joined", rank=hello.rank, pid=hello.pid, incarnation=hello.incarnation, num_blocks=hello.num_blocks)
         return Lost("a new process took its place", hello.rank, is_replaced=True) if replaced else None

@@ -25,8 +25,8 @@ class CacheWatch:
         return WatchCache(self.ticket, self._instance, self._after)
 
     def receive(self, events: CacheEvents, instance: str) -> None:
-        """More events have come, of this scheduler."""
-        if len(self._unread) >= MAX_UNREAD:
+        """More events have come, of this scheduler. Once one is lost none is taken: a reader resumes behind what it has, without a gap."""
+        if self._has_overflowed or len(self._unread) >= MAX_UNREAD:
             self._has_overflowed = True
         else:
             self._unread.append((instance, events))

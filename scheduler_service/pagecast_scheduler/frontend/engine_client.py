@@ -164,14 +164,15 @@ class EngineClient:
     def finish(self, stream: RequestStream) -> None:
         """The call is over, however it ended: one word to the scheduler, unless that has ended the request."""
         self.calls.pop(stream, None)
-        if stream.lease is not None:
-            stream.lease.end(stream.num_used)
         if self._live.pop(stream.key, None) is None:
+            stream.settle()
             self._keep(stream)
             return
         keys, grace_ms = (stream.key,), stream.leave_grace_ms
         kept = stream.without_caller(time.monotonic() + grace_ms / 1000) if grace_ms and stream.request.submit.identity.keep else None
-        if kept is not None:
+        if kept is None:
+            stream.settle()
+        else:
             self._live[kept.key] = kept
         self.send(Leave(keys, grace_ms, keeps=kept is not None) if grace_ms else Abort(keys))
 
@@ -289,6 +290,7 @@ class EngineClient:
         """The scheduler has nothing more to say of this request."""
         del self._live[stream.key]
         if stream.kept_until is not None:
+            stream.settle()
             self._keep(stream)
 
     def _on_batch(self, batch: FrontendBatch) -> None:
@@ -299,6 +301,8 @@ class EngineClient:
         for rejected in batch.rejected:
             if rejected.reason is not RejectReason.DUPLICATE_KEY and (stream := live.pop(rejected.key, None)) is not None:
                 stream.on_rejected(rejected)
+                if stream.kept_until is not None:
+                    stream.settle()
         for record in batch.logprobs:
             if (stream := live.get(record.key)) is not None:
                 self._safely(stream, stream.on_logprobs, record)
@@ -375,7 +379,9 @@ class EngineClient:
             messages = stream.resubmission(now)
             if messages:
                 self._live[stream.key] = stream
-            elif stream.is_over:
+            else:
+                if stream.kept_until is not None:
+                    stream.settle()
                 self._keep(stream)
             for message in messages:
                 self.send(message)

@@ -40,13 +40,18 @@ class Lease:
     request: Queued
     reserved: int
     capacity: int | None
+    is_settled: bool = False
+
+    def leave(self) -> None:
+        """The caller goes, the request goes on: one stream less, while its tokens stay reserved until `end`."""
+        self.account.streams.discard(self)
 
     def end(self, used: int) -> None:
         """The request is over and has used so many tokens of those reserved; harmless a second time."""
-        if self in self.account.streams:
-            self.account.streams.remove(self)
-            if self.account.tokens is not None and self.capacity is not None:
-                self.account.tokens = min(self.capacity, self.account.tokens + max(0, self.reserved - used))
+        self.leave()
+        if not self.is_settled and self.account.tokens is not None and self.capacity is not None:
+            self.account.tokens = min(self.capacity, self.account.tokens + max(0, self.reserved - used))
+        self.is_settled = True
 
 
 class Quotas:

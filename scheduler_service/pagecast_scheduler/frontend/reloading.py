@@ -27,6 +27,7 @@ class Reloading(Generic[T]):
         self._lock = threading.Lock()
         self.num_failures = 0
         self.version = 0
+        self._fault: tuple[_Signature, str] | None = None
         self._seen = self._signature()
         self._value = read()
         self._next_check = time.monotonic() + CHECK_EVERY_S
@@ -42,6 +43,7 @@ class Reloading(Generic[T]):
             return self._value
 
     def _reload(self) -> None:
+        seen: _Signature = ()
         try:
             seen = self._signature()
             if seen == self._seen:
@@ -52,12 +54,19 @@ class Reloading(Generic[T]):
                 self._seen = ()  # changed while it was read: look again next time
                 return
         except Exception as error:
-            self.num_failures += 1
-            log.error(f"{self._name} not taken over, the last good one stays in use", detail=str(error))
+            self._note_fault(seen, str(error))
+            self._seen = ()  # what was in the way may go without another change of the files: look again next time
             return
-        self._value = value
+        self._value, self._fault = value, None
         self.version += 1
         log.info(f"{self._name} reloaded")
+
+    def _note_fault(self, seen: _Signature, detail: str) -> None:
+        """Each fault of each state of the files is told once."""
+        if (seen, detail) != self._fault:
+            self._fault = seen, detail
+            self.num_failures += 1
+            log.error(f"{self._name} not taken over, the last good one stays in use", detail=detail)
 
     def _signature(self) -> _Signature:
         """What changes with the files; a folder of links (as secrets are mounted) counts with what it points to."""

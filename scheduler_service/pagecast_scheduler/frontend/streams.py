@@ -169,6 +169,11 @@ class RequestStream:
             return 0
         return self.request.num_prompt_tokens + sum(sequence.num_output_tokens for sequence in self.sequences)
 
+    def settle(self) -> None:
+        """The request is over: what it did not use of its principal's quota comes back."""
+        if self.lease is not None:
+            self.lease.end(self.num_used)
+
     def usage_so_far(self) -> dict[str, str]:
         """Usage of a call that failed, as ErrorInfo metadata: what the scheduler counted at the end, else what arrived."""
         ends = [s.finished.usage for s in self.sequences if s.finished is not None]
@@ -350,6 +355,9 @@ class RequestStream:
         kept = RequestStream(self.request, self.sequences, self._send, False)
         kept.key, kept.queue_position, kept.started, kept.progress = self.key, self.queue_position, self.started, self.progress
         kept._ends, kept.prompt_records, kept.kept_until = self._ends, self.prompt_records, until
+        kept.lease = self.lease
+        if kept.lease is not None:
+            kept.lease.leave()
         return kept
 
     def as_ended(self, now: float) -> Attached:
