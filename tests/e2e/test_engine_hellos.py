@@ -1,6 +1,8 @@
 """Who may take part: every mismatch of a hello is named and refused, and a rank that never comes is named too."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,8 +14,10 @@ from pagecast_scheduler.engine.hello import foreign_build, wire_mismatch, worker
 from pagecast_scheduler.engine.link import ForeignHello, _foreign_hello
 from pagecast_scheduler.engine.main import run
 from pagecast_scheduler.engine.run_state import KnownFrontend, RunDirInUse, RunDirLock, RunState, load, save
+from pagecast_scheduler.engine.workers import WorkerGroup
 from pagecast_wire.codec import WIRE_DIGEST, WIRE_VERSION
 from pagecast_wire.intake import ModelFacts
+from pagecast_wire.plan import LogLevel
 from pagecast_wire.result import WorkerHello
 
 FACTS = ModelFacts("m", "a", "d1", 100, 50, (0,), "float32", 1, 1, 1, 8, 0)
@@ -138,3 +142,15 @@ def test_a_run_directory_that_cannot_be_used_is_one_line(tmp_path: Path, capfd: 
     assert run(EngineConfig(run_dir=str(tmp_path / "file"))) == 2
     lines = capfd.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and "run_dir" in lines[0]
+
+
+@pytest.mark.parametrize(("last_epoch", "set_level", "told"), [(0, "", []), (3, "", [""]), (0, "debug", ["debug"]), (3, "debug", ["debug"])])
+def test_a_rank_is_told_the_log_level_that_holds(last_epoch: int, set_level: str, told: list[str]) -> None:
+    """One that a scheduler before this one left may still have the level that was set there."""
+    sent: list[Any] = []
+    router: Any = SimpleNamespace(send=lambda identity, message: sent.append(message))
+    group = WorkerGroup(EngineConfig(run_dir="/nowhere"), router, "one")
+    group.set_log_level(set_level)
+    hello = msgspec.structs.replace(HELLO, rank=0, world_size=1, pid=os.getpid(), pid_namespace=0, last_epoch=last_epoch)
+    assert group.receive(b"w", hello, 0) is None and group.is_complete
+    assert [message.level for message in sent if isinstance(message, LogLevel)] == told

@@ -1,7 +1,8 @@
 """The front ends: who is connected, under which slot, and whether one has gone for good.
 
 A slot is given away once and stays with its front end across reconnects and restarts of the scheduler, because it is the upper
-part of every key that the front end uses.
+part of every key that the front end uses. One that was given up and comes back all the same, having been stopped for a while, gets
+another: what its requests have put out since went to nobody, so that it has to join them anew.
 """
 
 from collections.abc import Iterable
@@ -66,6 +67,7 @@ class Frontends:
         self._by_identity: dict[bytes, Frontend] = {}
         self._by_slot: dict[int, Frontend] = {}
         self._expected = {f.slot for f in known if is_alive(f.pid, f.pid_namespace)}
+        self._given_up: set[int] = set()  # slots of front ends that vanished in this scheduler's life
         self.next_slot = next_slot
         self.num_refused = 0
         self.changed = False  # who is connected differs from the last `known()` that was saved
@@ -120,7 +122,7 @@ class Frontends:
 
     def _choose_slot(self, wanted: int) -> tuple[int, bool]:
         """The slot of a newly connected front end, and whether it comes back with requests of its own."""
-        if wanted > 0 and wanted not in self._by_slot:
+        if wanted > 0 and wanted not in self._by_slot and wanted not in self._given_up:
             self.next_slot = max(self.next_slot, wanted + 1)
             return wanted, True
         slot = self.next_slot
@@ -179,6 +181,7 @@ class Frontends:
             self._log.warning("front end vanished", slot=frontend.slot, pid=frontend.process.pid, silent_us=now - frontend.heard)
             frontend.process.close()
             del self._by_slot[frontend.slot]
+            self._given_up.add(frontend.slot)
             self._by_identity.pop(frontend.identity, None)
             self._expected.discard(frontend.slot)
             self.changed = True
