@@ -170,6 +170,25 @@ def test_a_dead_front_ends_requests_go_on_for_who_attaches(rig: Rig) -> None:
     rig.first.pump(lambda: (now := rig.first.status) is not None and now.num_blocks_referenced == now.num_running == 0)
 
 
+def test_the_id_of_a_request_that_ended_with_its_front_end_is_free(rig: Rig) -> None:
+    stand_in = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    doomed = Reader(rig.run_dir, stand_in.pid).wait_serving()
+    rig.hold()
+    lost = doomed.begin("w", 300, keep=False)
+    doomed.pump(lambda: lost in doomed.accepted)
+    connected = rig.engine._frontends.num_connected
+    stand_in.kill()
+    stand_in.wait()
+    doomed.close()
+    rig.first.pump(lambda: rig.engine._frontends.num_connected == connected - 1, "vanished")
+    rig.release()
+    again = rig.first.begin("w", 20, keep=False)
+    rig.first.pump(lambda: again in rig.first.accepted or again in rig.first.rejected)
+    assert again not in rig.first.rejected
+    rig.first.wait_finished(again)
+    rig.first.expect(again)
+
+
 @pytest.mark.parametrize("rig", [{"resume_retention_s": 60}, {"resume_retention_s": 0}], indirect=True)
 def test_an_ended_request_is_kept_for_late_readers(rig: Rig) -> None:
     key = rig.first.begin("r", 20)

@@ -98,6 +98,27 @@ def test_a_stream_goes_on_through_another_front_end(served: Served, number: sign
         assert sum(isinstance(e, types.SequenceFinished) for e in events[at]) == len(outputs)
 
 
+def test_a_front_end_that_was_stopped_for_long_goes_on_with_its_calls(served: Served) -> None:
+    """The scheduler has given it up meanwhile, and what its requests put out then went to nobody."""
+    answers: list[Any] = []
+    with Client(served.address) as client:
+        stream = client.stream(PROMPT, sampling(93, 4000), request_id="stopped")
+        told = [next(stream) for _ in range(5)]
+        asked = threading.Thread(target=lambda: answers.append(client.generate(PROMPT, sampling(94, 4000), request_id="whole")))
+        asked.start()
+        (process,) = served.children()["frontend"]
+        until_open(served, 2)
+        process.suspend()
+        try:
+            until_logged(served, "front end vanished")
+        finally:
+            process.resume()
+        told += stream
+        assert [i for event in told if isinstance(event, types.Tokens) for i in event.token_ids] == expected(93, length=4000)
+        asked.join(LIMIT_S)
+        assert list(answers[0].sequences[0].token_ids) == expected(94, length=4000)
+
+
 def test_a_stream_waits_for_the_only_front_end_to_come_back(served: Served) -> None:
     with Client(served.address) as client:
         stream = client.stream(PROMPT, sampling(77))
@@ -269,6 +290,15 @@ def test_watches_without_an_event_loop(served: Served) -> None:
 
 def lines_of(served: Served, *words: str) -> list[str]:
     return [line for line in served.lines if all(word in line for word in words)]
+
+
+def until_open(served: Served, count: int) -> None:
+    """So many requests are open."""
+    with Client(f"unix:{run_dir_of(served)}/admin-0.sock") as operator:
+        end = time.monotonic() + LIMIT_S
+        while len(list(operator.admin.requests())) < count:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def until_logged(served: Served, *words: str) -> None:

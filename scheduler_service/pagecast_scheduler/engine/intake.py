@@ -183,10 +183,8 @@ class Intake:
         core = self._epochs.core
         if core is None:
             return
-        own = self._directory.keys_of(slot)
-        ended = self._directory.drop_slot(slot, now)
-        spared = sorted(own.difference(ended))
-        for key in ended:
+        spared = sorted(self._directory.keys_of(slot))  # those that end here too: by the word of it they leave the directory
+        for key in self._directory.drop_slot(slot, now):
             self.cancel(key, FinishReason.CANCELLED, now)
         if self._record is not None:
             self._record.control(now, "drop_frontend", {"slot": slot, "spared": spared})

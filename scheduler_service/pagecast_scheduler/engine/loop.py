@@ -247,6 +247,7 @@ class Engine:
             self._intake.drop(slot, now)
             self._cache_feed.drop(slot)
         self._intake.expire(now)
+        self._flush(now)  # whoever uses the id of a request that ended just now must find it free
         self._collect_garbage(now)
         if self._metrics is not None:
             self._metrics.recording(self._record is not None and bool(self._record.error))
