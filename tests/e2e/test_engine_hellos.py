@@ -144,13 +144,13 @@ def test_a_run_directory_that_cannot_be_used_is_one_line(tmp_path: Path, capfd: 
     assert len(lines) == 1 and "run_dir" in lines[0]
 
 
-@pytest.mark.parametrize(("last_epoch", "set_level", "told"), [(0, "", []), (3, "", [""]), (0, "debug", ["debug"]), (3, "debug", ["debug"])])
-def test_a_rank_is_told_the_log_level_that_holds(last_epoch: int, set_level: str, told: list[str]) -> None:
+@pytest.mark.parametrize(("last_epoch", "level", "told"), [(0, "", []), (3, "", [""]), (0, "debug", ["debug"]), (3, "debug", ["debug"])])
+def test_a_rank_is_told_the_log_level_that_holds(last_epoch: int, level: str, told: list[str]) -> None:
     """One that a scheduler before this one left may still have the level that was set there."""
     sent: list[Any] = []
     router: Any = SimpleNamespace(send=lambda identity, message: sent.append(message))
     group = WorkerGroup(EngineConfig(run_dir="/nowhere"), router, "one")
-    group.set_log_level(set_level)
+    group.set_log_level(level)
     hello = msgspec.structs.replace(HELLO, rank=0, world_size=1, pid=os.getpid(), pid_namespace=0, last_epoch=last_epoch)
     assert group.receive(b"w", hello, 0) is None and group.is_complete
     assert [message.level for message in sent if isinstance(message, LogLevel)] == told
