@@ -392,8 +392,10 @@ async def test_tokens_of_a_request_that_goes_on_without_its_caller_stay_reserved
     await call.read()
     call.cancel()
     await rig.scheduler.next(Leave)
-    assert await refused(generate(rig, "thrifty", stopping=stopping)) == ("RESOURCE_EXHAUSTED", "QUOTA_TOKENS")  # and no stream is counted
+    less = pb.StoppingOptions(max_output_tokens=40)
+    async with asyncio.timeout(60):
+        assert await refused(generate(rig, "thrifty", stopping=less)) == ("RESOURCE_EXHAUSTED", "QUOTA_TOKENS")  # and no stream is counted
     await rig.scheduler.tokens(submit.key, 0, [1], finished(submit.key, 1))  # 56 come back
     await answer(rig, generate(rig, "alice"), 2)  # which was heard of behind that end
-    await answer(rig, generate(rig, "thrifty", stopping=pb.StoppingOptions(max_output_tokens=40)), 3)
+    await answer(rig, generate(rig, "thrifty", stopping=less), 3)
     await stop_rig(rig)
