@@ -10,12 +10,16 @@ from pagecast_worker.config import LogFormat
 
 
 def configure(log_format: LogFormat, log_level: str, **fields: Any) -> None:
-    """Set structlog up once for this process; `fields` stand in every line. "auto": for people on a terminal, else JSON."""
+    """Set structlog up once for this process; `fields` stand in every line, of every thread. "auto": for people on a terminal, else JSON."""
     for_people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+
+    def name_process(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {**fields, **line}
+
     renderer: Any = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if for_people else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
+            name_process,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -24,7 +28,6 @@ def configure(log_format: LogFormat, log_level: str, **fields: Any) -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
     set_level(log_level)
-    structlog.contextvars.bind_contextvars(**fields)
 
 
 def set_level(log_level: str) -> None:

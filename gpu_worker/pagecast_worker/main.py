@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 def run(config: WorkerConfig) -> int:
     """Run one rank until it is told to stop or fails; returns the exit code."""
     die_with_parent()
-    configure(config.log_format, config.log_level, role="worker", rank=config.rank)
+    configure(config.log_format, config.log_level, process="worker", rank=config.rank)
     path = config.workers_endpoint.removeprefix("ipc://")
     if config.head is None and len(path.encode()) > _MAX_IPC_PATH:
         return _refuse(f"run_dir is too long: its socket path has {len(path.encode())} bytes, the limit is {_MAX_IPC_PATH}")

@@ -38,6 +38,7 @@ def test_prompts_and_answers_are_in_no_log() -> None:
     assert {"the-whole-one", "the-cancelled-one", "the-surviving-one"} <= set(ended)
     assert ended["the-whole-one"]["output_tokens"] == 600
     assert any(record["event"] == "rank lost" for record in records)
+    assert {record.get("process") for record in records} == {"scheduler", "frontend", "worker"}, "a line does not say who wrote it"
     answer = whole.sequences[0].text
     ids = ", ".join(map(str, PROMPT.encode()[-8:]))
     for secret in ("amethyst", "beryl", "carnelian", ids, ids.replace(" ", ""), answer[100:112], repr(answer[100:112])[1:-1]):

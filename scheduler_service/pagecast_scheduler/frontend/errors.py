@@ -47,7 +47,7 @@ class Reason(Enum):
     STEP_MEMORY = (_CODE.RESOURCE_EXHAUSTED, "a step of this request alone does not fit the device's memory")
     OVERLOADED = (_CODE.UNAVAILABLE, "the queue is full")
     QUEUE_TIME_EXCEEDED = (_CODE.UNAVAILABLE, "the request would wait, or has waited, longer than max_queue_time")
-    DRAINING = (_CODE.UNAVAILABLE, "the server is shutting down")
+    DRAINING = (_CODE.UNAVAILABLE, "the server is draining: it takes no new requests")
     STARTING = (_CODE.UNAVAILABLE, "the server is still starting")
     RECOVERING = (_CODE.UNAVAILABLE, "the server is recovering")
     WORKER_LOST = (_CODE.UNAVAILABLE, "the worker was lost and the request's recovery budget is spent")

@@ -1,18 +1,24 @@
-"""Log lines of the front end: JSON for machines, console text for people. Prompts and output are never logged."""
+"""Log lines of front ends and gateways: JSON for machines, console text for people. Prompts and output are never logged."""
 
 import logging
 import sys
+from typing import Any
 
 import structlog
 
 
-def configure_logs(log_format: str, log_level: str) -> None:
-    """Sets structlog up for this process. log_format: "json", "console", or "auto" (console on a terminal).
+def configure_logs(log_format: str, log_level: str, **fields: Any) -> None:
+    """Sets structlog up for this process. log_format: "json", "console", or "auto" (console on a terminal). `fields` stand in every
+    line, of every thread.
 
     Tracebacks never show the values of variables: those may be prompts.
     """
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
-    processors: list[structlog.typing.Processor] = [structlog.processors.add_log_level, stamp]
+
+    def name_process(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {**fields, **line}
+
+    processors: list[structlog.typing.Processor] = [name_process, structlog.processors.add_log_level, stamp]
     if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
         processors.append(structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback))
     else:

@@ -255,7 +255,7 @@ def run(config: FrontendConfig) -> int:
     if problem is not None:
         print(f"pagecast frontend: {problem}", file=sys.stderr)
         return 2
-    configure_logs(config.log_format, config.log_level)
+    configure_logs(config.log_format, config.log_level, process="frontend", index=config.index)
     if Path(config.model).is_dir():
         # transformers reads such a folder without torch, but would load it (seconds, hundreds of MiB) if it found it.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

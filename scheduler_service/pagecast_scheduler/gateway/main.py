@@ -163,5 +163,5 @@ def run(config: GatewayConfig) -> int:
     if problem is not None:
         print(f"pagecast gateway: {problem}", file=sys.stderr)
         return 2
-    configure_logs(config.log_format, config.log_level)
+    configure_logs(config.log_format, config.log_level, process="gateway")
     return run_until_done(serve(config))
