@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pagecast import models
 from pagecast.cli import options, roles
+from pagecast.cli.parser import meant
 from pagecast.errors import StartError
 from pagecast_scheduler.launch.events import Event
 from pagecast_scheduler.launch.launcher import Launcher, Local, Static
@@ -42,7 +43,7 @@ def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
     """
     known = {option.name: option.default for option in options.of(options.SERVE)}
     if unknown := sorted(given.keys() - known.keys()):
-        raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        raise TypeError(f"no option {unknown[0]!r}{meant(unknown[0], known) or '; there are ' + ', '.join(sorted(known))}")
     for option in options.of(options.SERVE):
         _check_kind(option, given.get(option.name))
     chosen = known | given

@@ -10,7 +10,7 @@ from pagecast_worker.config import LogFormat
 
 
 def configure(log_format: LogFormat, log_level: str, **fields: Any) -> None:
-    """Set structlog up once for this process; `fields` stand in every line, of every thread. "auto": for people on a terminal, else JSON."""
+    """Set structlog up once for this process. "auto": for people on a terminal, else JSON. `fields` stand in every line of every thread."""
     for_people = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
 
     def name_process(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:

@@ -4,10 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from client.fake_server import FakeServer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from pagecast.cli.admin import ACTIONS
 from pagecast.cli.answer import Answer
 from pagecast.cli.main import COMMANDS
 
@@ -46,8 +50,11 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["admin", "requests"], 2, "has no methods for operators"),
     (["generate", "endless", "--timeout", "0.5"], 1, "the call's timeout ran out"),
     (["generate"], 2, "required: prompt"),
-    (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such"),
-    (["no-such"], 2, "no command 'no-such'"),
+    (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such; see"),
+    (["generate", "x", "--max-token=3"], 2, "unrecognized arguments: --max-token=3; did you mean --max-tokens?; see"),
+    (["no-such"], 2, "no command 'no-such'; see"),
+    (["stats"], 2, "no command 'stats'; did you mean status?; see"),
+    (["status", "--target", "127.0.0.1:1"], 1, "Connection refused (`pagecast serve` starts a server)"),
     (["serve", "--max-num-seqs", "many"], 2, "argument --max-num-seqs: must be a whole number, not 'many'"),
     (["serve", "--max-num-seqs", "0"], 2, "--max-num-seqs must be at least 1"),
     (["serve", "--dtype", "float8"], 2, "invalid choice: 'float8'"),
@@ -97,6 +104,12 @@ def test_the_rate_leaves_out_every_token_of_the_first_message() -> None:
     )
     assert "tokens/s" not in Answer(num_tokens=5, num_first=5, first_token=0.25, total=0.26).summary()
     assert Answer(total=1.0).summary() == "no tokens, ended by interrupt"
+
+
+def test_every_action_of_admin_has_a_line_of_the_help() -> None:
+    lines = pagecast("admin", "--help").stdout.splitlines()
+    start = lines.index("actions:") + 1
+    assert [line.split()[0] for line in lines[start:]] == list(ACTIONS)
 
 
 def test_status_shows_health_model_and_load(server: FakeServer) -> None:
@@ -167,3 +180,18 @@ def test_version_and_help_name_everything() -> None:
     for command in COMMANDS:
         assert f"\n  {command} " in overview.stdout
     assert pagecast().returncode == 2
+
+
+def test_status_says_of_a_port_for_health_checks_that_it_is_one() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    checks = health.HealthServicer()
+    checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        done = pagecast("status", "--target", target)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"pagecast status: {target} is SERVING and answers nothing but health; --check asks for no more\n"
+    finally:
+        server.stop(None)

@@ -261,6 +261,7 @@ def test_what_a_health_check_asks_of_one_process(tmp_path: Path) -> None:
         ('{"phase": "warm-up", "done": 1, "total": 1}', 0),
     ):
         (tmp_path / "worker-1.progress").write_text(text)
-        assert subprocess.run(asked, capture_output=True, timeout=LIMIT_S).returncode == code, text
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=LIMIT_S)
+        assert (done.returncode, done.stdout) == (code, f"rank 1 has {'not ' if code else ''}loaded\n"), text
     done = subprocess.run(status, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and done.stderr == "pagecast status: --rank needs --run-dir\n"

@@ -96,6 +96,8 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
         "the keys of logit_bias must be token ids", "top_logprobs needs logprobs to be true", "response_format.json_schema must be given",
     ]),
     ("chat/completions", {"messages": [], "logit_bias": {"x": 1.0}}, "logit_bias", ["messages must hold at least one message"]),
+    ("../tokenizer", {}, None, ["there is no POST /tokenizer here; /openapi.json has what there is"]),
+    ("../completions", {}, None, ["there is no POST /completions here, but /v1/completions: a base URL ends in /v1"]),
     ("embeddings", {}, None, ["there is no POST /v1/embeddings here; /openapi.json has what there is"]),
     ("completions", {"prompt": [], "best_of": 3}, "best_of", ["best_of must equal n", "prompt must hold 1 to 128 prompts, not 0"]),
     ("completions", {"prompt": "x", "temperature": 1000, "top_p": 2, "max_tokens": 0, "n": 0}, "temperature", [
@@ -133,7 +135,8 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
 def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: dict[str, Any], param: str | None, said: list[str]) -> None:
     reply = httpx.post(f"{served.http}/v1/{path}", json={"model": "oracle", **content}, timeout=LIMIT_S)
     error = reply.json()["error"]
-    assert (reply.status_code, error["type"]) == (404 if path == "embeddings" else 400, "invalid_request_error")
+    is_missing = path == "embeddings" or path.startswith("..")
+    assert (reply.status_code, error["type"]) == (404 if is_missing else 400, "invalid_request_error")
     for words in said:
         assert words in error["message"], error["message"]
     assert error["param"] == param and len(error["message"]) < 2000

@@ -98,6 +98,7 @@ async def test_an_unknown_model_is_not_found_everywhere(rig: Rig) -> None:
     for call in calls:
         error = await failure(call)
         assert error.code() is grpc.StatusCode.NOT_FOUND
+        assert error.details() == f"no model {name[:128]!r} is served here, but 'tiny'"
         assert details(error)[1]["ErrorInfo"].reason == "MODEL_UNKNOWN" and len(details(error)[1]["ResourceInfo"].resource_name) == 128
 
 

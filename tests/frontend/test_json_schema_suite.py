@@ -68,8 +68,8 @@ def test_schemas_of_the_public_suite_are_followed_or_refused(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("schema", "word"),
     [
-        ('{"type": "array", "uniqueItems": true}', "uniqueItems at the top"),
-        ('{"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}', "not at /properties/a/anyOf/1"),
+        ('{"type": "array", "uniqueItems": true}', 'keyword "uniqueItems" at the top'),
+        ('{"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}', 'keyword "not" at /properties/a/anyOf/1'),
         ('{"oneOf": [{"minimum": 1}, {"maximum": 5}]}', "oneOf"),
         ('{"type": "string", "format": "nonsense"}', "nonsense"),
     ],

@@ -158,7 +158,7 @@ def nested(depth: int) -> str:
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"json_schema": "{"}, "json_schema", "JSON"),
     ({"json_schema": "[]"}, "json_schema", "schemas"),
-    ({"json_schema": '{"type": "array", "items": {"uniqueItems": true}}'}, "json_schema", "uniqueItems at /items"),
+    ({"json_schema": '{"type": "array", "items": {"uniqueItems": true}}'}, "json_schema", '"uniqueItems" at /items'),
     ({"json_schema": '{"$ref": "http://example.com/x.json"}'}, "json_schema", "nothing is fetched"),
     ({"json_schema": nested(65)}, "json_schema", "64 deep"),
     ({"json_schema": nested(1000)}, "json_schema", "64 deep"),

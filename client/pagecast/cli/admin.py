@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pagecast.admin import LOG_LEVELS, Admin, OpenRequest
 from pagecast.cli import arguments
+from pagecast.cli.parser import Parser
 from pagecast.errors import PagecastError, RpcError
 
 ACTIONS = {
@@ -28,12 +29,13 @@ class NoOperators(PagecastError):
     exit_code = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     arguments.add_target(parser, timeout=TIMEOUT_S)
     parser.add_argument("--run-dir", metavar="FOLDER", help="operate the cluster of this run directory, through its operators' socket")
-    parser.add_argument("action", choices=ACTIONS, help="; ".join(f"{name}: {text}" for name, text in ACTIONS.items()))
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help="one of those below")
     parser.add_argument("words", metavar="WORD", nargs="*", help="request ids for cancel, a level for log-level")
     parser.add_argument("--all", action="store_true", help="for cancel: every open request")
+    parser.set_lines("actions", ACTIONS)
     parser.set_defaults(usage_error=parser.error)
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import import_module
 
-from pagecast.cli.parser import Parser
+from pagecast.cli.parser import Parser, meant
 from pagecast.errors import PagecastError, StartError
 
 COMMANDS = {
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     command, rest = ("version" if words[0] == "--version" else words[0]), words[1:]
     if command not in COMMANDS:
-        print(f"pagecast: no command {command!r}; see `pagecast --help`", file=sys.stderr)
+        print(f"pagecast: no command {command!r}{meant(command, COMMANDS)}; see `pagecast --help`", file=sys.stderr)
         return 2
     return _run(command, rest)
 
@@ -79,7 +79,8 @@ def _run(command: str, rest: list[str]) -> int:
         return 1
     except PagecastError as error:
         flagged = import_module("pagecast.cli.options").flagged if isinstance(error, StartError) else str
-        print(f"pagecast {command}: {flagged(str(error))}", file=sys.stderr)
+        hint = " (`pagecast serve` starts a server)" if str(error).endswith("Connection refused") else ""
+        print(f"pagecast {command}: {flagged(str(error))}{hint}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0].startswith("pagecast"):

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import NoReturn
 
 from pagecast.cli.quantities import Number, Whole
@@ -19,12 +21,29 @@ class _Help(argparse.HelpFormatter):
         return {Whole: "N", Number: "X"}.get(type(action.type)) or super()._get_default_metavar_for_optional(action)
 
 
+def meant(word: str, known: Iterable[str]) -> str:
+    """What to add to an error about a word: the likeliest of those that are known, if one is like it."""
+    likeliest = get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {likeliest[0]}?" if likeliest else ""
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line and exits with 2, instead of printing the whole usage."""
 
     def __init__(self, prog: str, description: str | None = None) -> None:
         super().__init__(prog=prog, description=description, allow_abbrev=False, formatter_class=_Help)
+        self._lines = ""
+
+    def set_lines(self, title: str, lines: Mapping[str, str]) -> None:
+        """A list at the end of the help, a line for each name and what it is."""
+        width = max(map(len, lines))
+        self._lines = "\n".join([f"\n{title}:", *(f"  {name:<{width}}  {text}" for name, text in lines.items()), ""])
+
+    def format_help(self) -> str:
+        return super().format_help() + self._lines
 
     def error(self, message: str) -> NoReturn:
+        if (unknown := message.removeprefix("unrecognized arguments: ")) != message:
+            message += meant(unknown.split()[0].partition("=")[0], self._option_string_actions)
         print(f"{self.prog}: {message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)

@@ -10,9 +10,16 @@ from pathlib import Path
 
 from pagecast.cli import arguments
 from pagecast.cli.quantities import ANY_COUNT
+from pagecast.errors import PagecastError, RpcError
 from pagecast.types import Load, Model
 
 _HEAD = re.compile(r".+:\d{1,5}")
+
+
+class HealthAlone(PagecastError):
+    """A listener for health checks."""
+
+    exit_code = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +39,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"pagecast status: --head must be HOST:PORT, not {args.head!r}", file=sys.stderr)
         return 2
     if args.run_dir is not None or args.head is not None:
-        serves = _serves(args)
-        print("SERVING" if serves else "NOT_SERVING")
-        return 0 if serves else 1
+        is_up, said = _of_one_process(args)
+        print(said)
+        return 0 if is_up else 1
     with arguments.connect(args) as client:
         health = client.health(timeout=args.timeout)
         code = 0 if health == "SERVING" else 1
         if args.check:
             print(health)
             return code
-        load = client.load(timeout=args.timeout)
+        try:
+            load = client.load(timeout=args.timeout)
+        except RpcError as error:
+            if error.code != "UNIMPLEMENTED":
+                raise
+            raise HealthAlone(f"{args.target} is {health} and answers nothing but health; --check asks for no more") from None
         # A front end that has never seen a scheduler knows no model yet.
         models = client.models(timeout=args.timeout) if load.state != "starting" else ()
     if args.json:
@@ -54,11 +66,13 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _serves(args: argparse.Namespace) -> bool:
-    """One process of a cluster, not the whole."""
-    if args.run_dir is None:
-        return _head_listens(args.head, args.timeout)
-    return _scheduler_listens(args.run_dir, args.timeout) if args.rank is None else _has_loaded(args.run_dir, args.rank)
+def _of_one_process(args: argparse.Namespace) -> tuple[bool, str]:
+    """Whether it is up, and that in words: it says nothing about the health of the whole."""
+    if args.run_dir is not None and args.rank is not None:
+        is_up = _has_loaded(args.run_dir, args.rank)
+        return is_up, f"rank {args.rank} has {'' if is_up else 'not '}loaded"
+    is_up = _head_listens(args.head, args.timeout) if args.run_dir is None else _scheduler_listens(args.run_dir, args.timeout)
+    return is_up, "a scheduler listens" if is_up else "no scheduler listens"
 
 
 def _has_loaded(run_dir: str, rank: int) -> bool:

@@ -199,9 +199,10 @@ def future_offset(index: int, offset: int, known: int) -> Refusal:
     return field_violation(f"cursors[{index}].next_token_offset", f"must be at most the {known} tokens that there are, not {offset}")
 
 
-def model_unknown(name: str) -> Refusal:
-    """NOT_FOUND for a model name, cut so that a long name does not come back in full."""
-    return Refusal(Reason.MODEL_UNKNOWN, resource=("pagecast.v1.Model", name[:128]))
+def model_unknown(name: str, served: str) -> Refusal:
+    """NOT_FOUND for a model name, cut so that a long name does not come back in full. served: the name that would be right."""
+    message = f"no model {name[:128]!r} is served here, but {served[:128]!r}"
+    return Refusal(Reason.MODEL_UNKNOWN, message, resource=("pagecast.v1.Model", name[:128]))
 
 
 def adapter_unknown(name: str) -> Refusal:

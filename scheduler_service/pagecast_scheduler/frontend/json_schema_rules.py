@@ -43,7 +43,7 @@ def _fault(pointer: str, schema: Any) -> str | None:
     if isinstance(schema, dict):
         bad = sorted(UNENFORCEABLE & schema.keys())
         if bad:
-            return f"keyword {bad[0]} at {where} cannot be enforced"
+            return f'keyword "{bad[0]}" at {where} cannot be enforced'
         target = schema.get("$ref")
         if target is not None and not (isinstance(target, str) and target.startswith("#")):
             return f"$ref at {where} must point into the schema itself, nothing is fetched"

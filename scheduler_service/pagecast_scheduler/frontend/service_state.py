@@ -52,4 +52,4 @@ class ServiceState:
         if self.engine.welcome is None:
             raise Refusal(Reason.STARTING)
         if name and name != self.model_name:
-            raise model_unknown(name)
+            raise model_unknown(name, self.model_name)

@@ -243,7 +243,7 @@ def _add_models(app: FastAPI, gateway: Gateway, backend: Backend) -> None:
         for one in await backend.models(caller(request)):
             if one.name == name:
                 return JSONResponse(_model(one))
-        return JSONResponse(body("no such model is served", "not_found_error", "model", "model_not_found"), 404)
+        return JSONResponse(body(f"no model {name[:128]!r} is served here", "not_found_error", "model", "model_not_found"), 404)
 
     @app.post("/tokenize")
     async def tokenize(request: Request, asked: schema.TokenizeRequest) -> dict[str, Any]:
@@ -310,7 +310,10 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         text = error.detail
         if error.status_code in (404, 405) and text in ("Not Found", "Method Not Allowed"):
-            text = f"there is no {request.method} {request.url.path[:100]} here; /openapi.json has what there is"
+            path = request.url.path
+            lacks_v1 = any(getattr(route, "path", "") == f"/v1{path}" for route in app.routes)
+            more = f", but /v1{path}: a base URL ends in /v1" if lacks_v1 else "; /openapi.json has what there is"
+            text = f"there is no {request.method} {path[:100]} here{more}"
         return JSONResponse(body(text, "invalid_request_error"), error.status_code, error.headers)
 
     @app.exception_handler(CallerGone)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from pagecast.errors import RpcError
+from pagecast.errors import FieldViolation, RpcError
 
 _OF_CODE: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -66,7 +66,7 @@ class Faults(list[tuple[str, str | None]]):
     def add_refusal(self, error: RpcError, names: Mapping[str, str]) -> None:
         """What a front end says of its fields, but for those that have a fault already, or a part with one."""
         violations = [v for v in error.violations if v.field != _OWN_FIELD]
-        told = [(f"{param_of(v.field, names)} {v.description}", param_of(v.field, names)) for v in violations]
+        told = [(_told(v, names), param_of(v.field, names)) for v in violations]
         if not told and error.reason in _PARAM_OF_REASON:
             told = [(error.message, _PARAM_OF_REASON[error.reason])]
         known = [param for _, param in self if param is not None]
@@ -94,6 +94,12 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
             found = name + path.removeprefix(start)
             return names.get(found, found)
     return path
+
+
+def _told(violation: FieldViolation, names: Mapping[str, str]) -> str:
+    """A sentence whose subject is the field, unless the description has one of its own."""
+    between = ": " if violation.description.startswith(("the ", "keyword ", "$ref ")) else " "
+    return f"{param_of(violation.field, names)}{between}{violation.description}"
 
 
 def _is_within(path: str, whole: str) -> bool:
@@ -145,5 +151,5 @@ def of_rpc(error: RpcError, names: Mapping[str, str] = MappingProxyType({})) -> 
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    text = "; ".join(f"{param_of(v.field, names)} {v.description}" for v in error.violations) or error.message
+    text = "; ".join(_told(v, names) for v in error.violations) or error.message
     return status, body(text, kind, param, code), headers

@@ -45,5 +45,5 @@ class OpenInferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer
         if welcome is None:
             raise Refusal(Reason.STARTING)
         if version and version != welcome.model.digest:
-            raise model_unknown(f"{name}:{version}")
+            raise model_unknown(f"{name}:{version}", f"{self._state.model_name}:{welcome.model.digest}")
         return welcome.model.digest
