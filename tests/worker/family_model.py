@@ -1,5 +1,8 @@
 """A small checkpoint of any family, made by transformers from the family's own example, and a forward pass over it by hand."""
 
+import json
+from pathlib import Path
+
 import torch
 import transformers
 
@@ -17,20 +20,29 @@ NUM_BLOCKS = 24
 def family_config(name: str, **changes):
     """transformers' configuration of a family's example."""
     family = architectures()[name]
+    kind = _class_of(name).config_class
     if "text_config" in family.example:
         values = {**family.example, "text_config": {**SMALL, **family.example["text_config"], **changes}}
     else:
         values = {**SMALL, **family.example, **changes}
-    config = transformers.AutoConfig.for_model(family.model_type, **values)
+    config = kind(**values)
     config.architectures = [name]
     return config
+
+
+def _class_of(name: str):
+    """transformers' class of a family's models."""
+    reference = architectures()[name].reference or name
+    found = getattr(transformers, reference, None)
+    assert found is not None, f"transformers {transformers.__version__} has no {reference}: give ARCHITECTURE a reference, a class of it"
+    return found
 
 
 def write_family(name: str, folder, **changes):
     """The folder of a random checkpoint, and transformers' model."""
     torch.manual_seed(1)
     config = family_config(name, **changes)
-    model = getattr(transformers, name)(config).float().eval()
+    model = _class_of(name)(config).float().eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -39,6 +51,10 @@ def write_family(name: str, folder, **changes):
             centre = 1.0 if parameter.dim() == 1 and "norm" in key and not name.startswith("Gemma") else 0.0
             parameter.copy_(torch.normal(centre, 0.2 if parameter.dim() > 1 else 0.3, parameter.shape, generator=generator))
     model.save_pretrained(folder)
+    if architectures()[name].reference:
+        path = Path(folder, "config.json")
+        own = {"architectures": [name], "model_type": architectures()[name].model_type}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
     return folder, model
 
 

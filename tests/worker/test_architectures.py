@@ -4,10 +4,14 @@ Logits in float32: the whole prompt in one step, in chunks of 7 beside another s
 than every example's window and original rotary range.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from worker.family_model import PROMPT, Forward, executor_for, expected_logits, write_family
 
+from pagecast_worker.models import llama
+from pagecast_worker.models.architecture import Architecture
 from pagecast_worker.models.registry import architectures
 
 CLOSE = 1e-4
@@ -50,6 +54,19 @@ def test_facts_name_the_family_and_count_its_parameters(family):
     assert executor.facts.num_parameters == executor.reference_parameters
     heads, key, value = config.kv_shape()
     assert executor.facts.kv_bytes_per_token == config.num_layers * heads * (key + value) * 4
+
+
+def test_a_family_that_transformers_has_under_another_name(tmp_path, monkeypatch):
+    atlas = Architecture("AtlasForCausalLM", "atlas", llama.read)
+    monkeypatch.setitem(architectures(), atlas.name, atlas)
+    with pytest.raises(AssertionError, match="has no AtlasForCausalLM: give ARCHITECTURE a reference"):
+        write_family(atlas.name, tmp_path)
+    monkeypatch.setitem(architectures(), atlas.name, replace(atlas, reference="LlamaForCausalLM"))
+    folder, model = write_family(atlas.name, tmp_path)
+    ids, logits = expected_logits(model, PROMPT, 0)
+    executor = executor_for(folder)
+    assert executor.facts.architecture == atlas.name
+    torch.testing.assert_close(Forward(executor).chunk(ids), logits, rtol=0, atol=CLOSE)
 
 
 SCALINGS = {

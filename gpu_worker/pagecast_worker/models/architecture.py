@@ -27,7 +27,8 @@ class Architecture:
 
     example: fields of a small model of the family, next to `SMALL`, for tests that make one. extra_layers: its checkpoints may hold
     layers after the last, for drafting, which nothing reads. ignored: beginnings of names of what is not served. gguf: the name that
-    .gguf files give the family, if they hold it; one with experts and one without may share it.
+    .gguf files give the family, if they hold it; one with experts and one without may share it. reference: the class of transformers
+    that computes the same, where it has none of this name.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Architecture:
     extra_layers: bool = False
     ignored: tuple[str, ...] = ()
     gguf: str = ""
+    reference: str = ""
 
 
 SMALL: Mapping[str, Any] = {
