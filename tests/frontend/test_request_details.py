@@ -124,6 +124,24 @@ async def test_the_last_positions_of_a_prompt_alone(rig: Rig, positions: int, to
     assert prompts[0].first_position == 3 - len(told)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_prompt_of_one_token_has_a_record_of_its_position(rig: Rig, streaming: bool) -> None:
+    """No worker tells anything of it: nothing comes before a prompt's first token."""
+    asked = pb.OutputOptions(prompt_logprobs=pb.LogprobsOptions(top_n=1))
+    wanted = spec(prompt_token_ids=pb.TokenIds(ids=[7]), output=asked)
+    call = stream(rig, wanted) if streaming else rig.generation.Generate(pb.GenerateRequest(spec=wanted))
+    submit = await rig.scheduler.accept()
+    await rig.scheduler.tokens(submit.key, 0, [1], finished(submit.key, 1))
+    if streaming:
+        kinds = [(r.event.WhichOneof("event"), r.event) for r in await rest_of(call)]
+        assert [kind for kind, _ in kinds] == ["accepted", "prompt", "tokens", "sequence_finished", "completed"]
+        assert kinds[1][1].prompt.first_position == 0
+        records = kinds[1][1].prompt.logprobs
+    else:
+        records = (await call).prompt_logprobs
+    assert [(record.token_id, record.HasField("logprob")) for record in records] == [(7, False)]
+
+
 async def test_a_small_credit_pauses_early(rig: Rig) -> None:
     """Tokens that wait behind a flush interval count too: what is unread is what no write has taken."""
     call = stream(rig, spec(), credit_tokens=4, flush_interval={"seconds": 1})

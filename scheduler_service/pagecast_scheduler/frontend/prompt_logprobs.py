@@ -14,6 +14,8 @@ class PromptRecords:
         self.num_next = 1
         self.parts: list[PromptLogprobs] = []  # all, in order
         self._new: list[tuple[int, PromptLogprobs]] = []
+        if len(submit.prompt) == 4:  # position 0 alone, of which workers tell nothing
+            self._new.append((0, PromptLogprobs(submit.key, 1, 0, b"")))
 
     @property
     def has_origin(self) -> bool:
