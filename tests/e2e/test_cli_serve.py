@@ -88,7 +88,7 @@ def test_a_stream_survives_the_death_of_its_worker() -> None:
                 served.children()["worker"][0].send_signal(signal.SIGKILL)
         assert tuple(got) == expected
         assert client.load().num_recoveries >= 1
-    assert any("worker-0 ended" in line for line in served.lines)
+    assert any('"worker-0"' in line and '"process ended"' in line for line in served.lines)
 
 
 def test_a_killed_front_end_comes_back_where_it_was() -> None:

@@ -33,12 +33,15 @@ def test_prompts_and_answers_are_in_no_log() -> None:
                 assert "".join(event.text for event in events if isinstance(event, Tokens))
         assert served.end() == 0
     log = "".join(served.lines)
-    records = [json.loads(line) for line in served.lines if line.startswith("{")]
+    records = [json.loads(line) for line in served.lines]
     ended = {record["request_id"]: record for record in records if record["event"] == "request ended"}
     assert {"the-whole-one", "the-cancelled-one", "the-surviving-one"} <= set(ended)
     assert ended["the-whole-one"]["output_tokens"] == 600
     assert any(record["event"] == "rank lost" for record in records)
-    assert {record.get("process") for record in records} == {"scheduler", "frontend", "worker"}, "a line does not say who wrote it"
+    (death,) = (record for record in records if record["event"] == "process ended")
+    assert (death["name"], death["why"], death["level"]) == ("worker-0", "exit code -9", "error")
+    writers = {record.get("process") for record in records}
+    assert writers == {"supervisor", "scheduler", "frontend", "worker"}, "a line does not say who wrote it"
     answer = whole.sequences[0].text
     ids = ", ".join(map(str, PROMPT.encode()[-8:]))
     for secret in ("amethyst", "beryl", "carnelian", ids, ids.replace(" ", ""), answer[100:112], repr(answer[100:112])[1:-1]):

@@ -1,16 +1,21 @@
 """The progress bar of a starting cluster: one line for each rank on a terminal, a plain line for each phase elsewhere."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pagecast_scheduler.launch.output import write_line
 
 
 class LoadingBar:
-    """Shows progress on standard error until `close`. Safe to call from any one thread at a time; `print` may come from another."""
+    """Shows progress on standard error until `close`. Safe to call from any one thread at a time; `print` may come from another.
 
-    def __init__(self) -> None:
+    announce: says where there is no terminal that a rank is in a phase.
+    """
+
+    def __init__(self, announce: Callable[[int, str], None] | None = None) -> None:
         from rich.console import Console
 
+        self._announce = announce or (lambda rank, phase: write_line(f"rank {rank}: {phase}"))
         self._console = Console(stderr=True)
         self._bar: Any = None
         self._tasks: dict[int, Any] = {}
@@ -21,7 +26,7 @@ class LoadingBar:
         if not self._console.is_terminal:
             if self._phases.get(rank) != phase:
                 self._phases[rank] = phase
-                write_line(f"rank {rank}: {phase}")
+                self._announce(rank, phase)
             return
         if self._bar is None:
             self._bar = _bar(self._console)

@@ -1,8 +1,10 @@
 """`pagecast serve [MODEL]`: every role of one host, supervised, until SIGINT or SIGTERM."""
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
+from datetime import UTC, datetime
 
 from pagecast import cluster, models
 from pagecast.cli import options
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             launcher = cluster.launcher(chosen)
             keepers.enter_context(launcher.held())
             specs = launcher.placed(cluster.role_specs(chosen, str(run_dir.path)))
-            screen = Screen(str(chosen["served_model_name"]), chosen["head"])
+            screen = Screen(str(chosen["served_model_name"]), chosen["head"], as_json=chosen["log_format"] != "console")
             supervisor = Supervisor(specs, run_dir, screen.on_event, screen.on_output)
             try:
                 return supervisor.run_forever()
@@ -53,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
 class Screen:
     """What the operator sees of the cluster. on_event is called from the supervising thread, on_output from another.
 
-    head: where the scheduler is, seen from a host that has nothing but ranks.
+    head: where the scheduler is, seen from a host that has nothing but ranks. as_json: what is said among log lines is one of them, as
+    the roles' are; why the cluster cannot go on is said in words all the same.
     """
 
-    def __init__(self, model: str, head: str | None) -> None:
-        self._model, self._head = model, head
+    def __init__(self, model: str, head: str | None, *, as_json: bool = False) -> None:
+        self._model, self._head, self._as_json = model, head, as_json
         self._last_words: dict[str, str] = {}
-        self.bar = LoadingBar()
+        self.bar = LoadingBar(self._loading)
 
     def on_output(self, name: str, line: str) -> None:
         """A log line is passed on; what a command says on its way out is kept for the line about its end."""
@@ -79,16 +82,28 @@ class Screen:
         elif isinstance(event, Stopping):
             _say(f"stopping {', '.join(event.names)}")
         elif isinstance(event, ChildHung):
-            self._complain(f"{event.name} hangs: no sign of life for {event.silent_s:.0f} s; it is killed")
+            said = f"{event.name} hangs: no sign of life for {event.silent_s:.0f} s; it is killed"
+            self._complain(said, "process hangs", name=event.name, silent_s=round(event.silent_s, 1))
         elif isinstance(event, ChildExited) and event.restart_in_s is not None:
             why = self._last_words.pop(event.name, f"exit code {event.code}")
-            self._complain(f"{event.name} ended: {why}; it starts again in {event.restart_in_s:.1f} s")
+            said = f"{event.name} ended: {why}; it starts again in {event.restart_in_s:.1f} s"
+            self._complain(said, "process ended", name=event.name, why=why, restart_in_s=round(event.restart_in_s, 1))
         elif isinstance(event, Failed):
             self.bar.close()
-            self._complain(f"{event.name} failed: {self._last_words.pop(event.name, event.line or 'it said nothing')}")
+            write_line(f"pagecast serve: {event.name} failed: {self._last_words.pop(event.name, event.line or 'it said nothing')}")
 
-    def _complain(self, text: str) -> None:
-        write_line(f"pagecast serve: {text}")
+    def _loading(self, rank: int, phase: str) -> None:
+        self._write(f"rank {rank}: {phase}", "loading", "info", rank=rank, phase=phase)
+
+    def _complain(self, text: str, event: str, **facts: str | float) -> None:
+        self._write(f"pagecast serve: {text}", event, "error", **facts)
+
+    def _write(self, text: str, event: str, level: str, **facts: str | float) -> None:
+        """For people or as a log line."""
+        if self._as_json:
+            now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+            text = json.dumps({"process": "supervisor", **facts, "event": event, "level": level, "timestamp": now})
+        write_line(text)
 
 
 def _say(text: str) -> None:
