@@ -79,7 +79,8 @@ async def test_stopped_for_good_is_given_up_and_started_again(running: Cluster, 
         await finish(callers, second)
         await running.wait_idle()
     process.wait(LIMIT_S)
-    assert any(f"{role if role == 'scheduler' else 'frontend-0'} hangs" in line for line in running.served.lines)
+    name = role if role == "scheduler" else "frontend-0"
+    assert any(f'"name": "{name}"' in line and '"process hangs"' in line for line in running.served.lines)
 
 
 async def test_killed_while_others_drain() -> None:
