@@ -110,7 +110,8 @@ class Ranks:
     def share(self, count: int, what: str) -> int:
         """How many of `count` things this rank holds. Raises LoadError where they do not divide."""
         if count % self.size:
-            raise LoadError(f"tensor_parallel_size must divide {what}, got {self.size} for {count}")
+            few = [str(size) for size in range(1, min(count, 64) + 1) if count % size == 0]
+            raise LoadError(f"tensor_parallel_size must divide {what}, got {self.size} for {count} ({', '.join(few)} would)")
         return count // self.size
 
     def copies(self, count: int, what: str) -> int:

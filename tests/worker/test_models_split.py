@@ -80,7 +80,10 @@ def test_a_vocabulary_that_does_not_divide_leaves_the_last_rank_fewer():
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [(3, "must divide num_key_value_heads or be a multiple of it, got 3 for 4"), (8, "must divide num_attention_heads, got 8 for 12")],
+    [
+        (3, "must divide num_key_value_heads or be a multiple of it, got 3 for 4"),
+        (8, r"must divide num_attention_heads, got 8 for 12 \(1, 2, 3, 4, 6, 12 would\)"),
+    ],
 )
 def test_heads_that_do_not_divide_are_refused(tmp_path, size, message):
     config, _ = read_config(write_config(tmp_path, num_attention_heads=12, num_key_value_heads=4))
