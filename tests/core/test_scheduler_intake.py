@@ -190,3 +190,12 @@ def test_nobody_is_refused_for_how_slow_the_first_steps_were():
     for step in range(FEWEST_MEASURED):
         estimates.applied(60_000, 1, 1, 62_000 + 2000 * step)
     assert estimates.finish_us(10, 7000, 32) > 0
+
+
+def test_a_very_slow_first_step_is_forgotten_once_others_are_known():
+    estimates = Estimates()
+    estimates.applied(0, 1, 1, 5_000_000)
+    assert estimates.queue_us(10) == 0
+    for step in range(FEWEST_MEASURED):
+        estimates.applied(0, 1, 1, 5_000_000 + 2000 * (step + 1))
+    assert estimates.finish_us(10, 100, 32) == 200_000 and estimates.queue_us(10) == 20_000

@@ -5,7 +5,7 @@ from core.cluster import Cluster
 
 from pagecast_scheduler.core.recovery import Loss
 from pagecast_wire.codec import view_u32
-from pagecast_wire.intake import Phase
+from pagecast_wire.intake import Accepted, Phase, Rejected
 from pagecast_wire.sampling import FinishReason
 
 LONG = 24
@@ -60,6 +60,22 @@ def test_a_new_epoch_begins_with_step_one_and_an_empty_cache():
     plan = cluster.plan()
     assert (plan.epoch, plan.step, plan.released) == (2, 1, b"") and plan.admissions[0].num_computed_tokens == 0
     cluster.run()
+
+
+def test_nobody_is_refused_for_how_slow_new_workers_begin():
+    cluster = Cluster(max_plans_in_flight=1)
+    cluster.submit(1, [1], 30)
+    for _ in range(30):
+        cluster.plan()
+        cluster.now += 1000
+        cluster.apply()
+    assert isinstance(cluster.submit(2, [1], 30, deadline_ms=10), Rejected)
+    cluster.fail()
+    assert isinstance(cluster.submit(3, [1], 30, deadline_ms=10), Accepted)
+    cluster.plan()
+    cluster.now += 5_000_000
+    cluster.apply()
+    assert isinstance(cluster.submit(4, [1], 30, deadline_ms=10), Accepted)
 
 
 def test_a_history_of_applied_tokens_only_is_sent_again():

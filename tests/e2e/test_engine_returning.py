@@ -215,6 +215,18 @@ def test_histories_of_different_sequences_are_put_together_before_anyone_reads()
     assert ordered[5] == EarlierLogprobs(1, records.records) and ordered[9] == Attach(1, "ada", "r")
 
 
+def test_what_several_front_ends_bring_back_is_forgotten_each_in_its_time() -> None:
+    book = Directory(1, 60_000_000)
+    lefts = {"a": 50_000, "b": 60_000, "c": 20_000, "d": 55_000, "e": 60_000}  # two front ends', each in its own order
+    for number, (name, left_ms) in enumerate(lefts.items()):
+        book.restore(kept(number + 1 << KEY_BITS, name, 5, left_ms=left_ms), 0)
+    for now_ms in (19_999, 20_000, 50_000, 55_000, 60_000):
+        book.expire(1000 * now_ms)
+        assert {entry.name[1] for entry in book.all()} == {name for name, left_ms in lefts.items() if left_ms > now_ms}
+    brought: list[Any] = [("front", kept(1, "x", 5, left_ms=7)), ("front", Pause(2, True)), ("other", kept(3, "y", 5, left_ms=3))]
+    assert in_order_of_return(brought) == [brought[1], brought[2], brought[0]]
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_of_two_ended_requests_with_one_id_the_latest_is_kept(order: tuple[int, int]) -> None:
     """An id may be used again once its request has ended; each front end brings back the one that it has seen."""

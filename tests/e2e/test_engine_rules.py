@@ -1,6 +1,8 @@
-"""The rules of recovery as arithmetic: step deadlines, and the brake on crash loops."""
+"""The rules of recovery as arithmetic: step deadlines, the brake on crash loops, and who has compiled a constraint."""
 
+from pagecast_scheduler.engine.preparing import Preparing
 from pagecast_scheduler.engine.recovery import DEADLINE_FACTOR, SECOND, CrashLoopBrake, StepClock
+from pagecast_wire.sampling import ConstraintFault
 
 FLOOR = 5 * SECOND
 
@@ -56,3 +58,21 @@ def test_brake_is_free_at_first_then_doubles_then_gives_up() -> None:
     assert brake.failed(7) - 7 == 4 * SECOND
     assert brake.is_hopeless(7)
     assert not brake.is_braking(101 * SECOND) and not brake.is_hopeless(101 * SECOND)
+
+
+def test_a_constraint_is_settled_by_all_ranks_or_the_first_that_cannot() -> None:
+    book, ranks, fine, late = Preparing(), (0, 1), ConstraintFault.NONE, ConstraintFault.TIMED_OUT
+    assert [book.answered(b"d", rank, fine, ranks) for rank in ranks] == [False, True]
+    assert [book.answered(b"d", 0, late, ranks), book.answered(b"d", 1, fine, ranks), len(book)] == [True, False, 0]
+    assert [book.answered(b"d", 0, late, ranks), book.answered(b"d", 1, late, ranks), len(book)] == [True, False, 0]
+
+
+def test_an_answer_that_is_late_is_none_to_the_next_question() -> None:
+    book, ranks, fine, late = Preparing(), (0, 1), ConstraintFault.NONE, ConstraintFault.TIMED_OUT
+    assert book.answered(b"d", 0, late, ranks)
+    assert not book.answered(b"d", 0, fine, ranks)  # asked again, while rank 1 has not answered the first time
+    assert not book.answered(b"d", 1, late, ranks)
+    assert book.answered(b"d", 1, fine, ranks) and len(book) == 0
+    book.answered(b"d", 0, fine, ranks)
+    book.clear()
+    assert len(book) == 0

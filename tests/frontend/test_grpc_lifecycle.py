@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagecast.v1 import generation_pb2 as pb
-from pagecast_scheduler.frontend import engine_client
+from pagecast_scheduler.frontend import engine_client, generation, streams
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.namespace import derive, load_key
 from pagecast_scheduler.frontend.tokenizer import byte_alphabet
@@ -131,6 +132,38 @@ async def test_a_stalled_reader_pauses_its_request_and_loses_nothing(rig: Rig) -
     await rig.scheduler.finish(finished(submit.key, len(sent)))
     ids, _, _ = await reading
     assert ids == sent
+
+
+async def test_a_stop_of_the_front_end_itself_is_no_fault_of_a_reader(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write is stuck while the process stands still for longer than any reader or scheduler may be silent."""
+    ticks, ahead_s = asyncio.Semaphore(0), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    for module in (engine_client, generation, streams):
+        monkeypatch.setattr(module, "time", clock)
+    watch = streams.RequestStream.watch
+
+    def counted(*args: Any) -> None:
+        watch(*args)
+        ticks.release()
+
+    monkeypatch.setattr(streams.RequestStream, "watch", counted)
+    call = stream(rig)
+    submit = await rig.scheduler.accept()
+    num_sent = 0
+    while not rig.scheduler.all(Pause):
+        await rig.scheduler.tokens(submit.key, num_sent, [7] * 20_000)
+        num_sent += 20_000
+        await asyncio.sleep(0)
+    ahead_s[0] = 1000.0
+    while not ticks.locked():
+        await ticks.acquire()
+    for _ in range(3):
+        await ticks.acquire()
+    reading = asyncio.create_task(collect(call))
+    await rig.scheduler.next(Pause, 2)
+    await rig.scheduler.finish(finished(submit.key, num_sent))
+    ids, _, _ = await reading
+    assert len(ids) == num_sent
 
 
 async def test_a_reader_that_never_reads_is_ended(run_dir: Path) -> None:

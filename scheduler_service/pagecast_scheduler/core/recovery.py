@@ -2,6 +2,7 @@
 
 from enum import IntEnum
 
+from pagecast_scheduler.core.estimates import Estimates
 from pagecast_scheduler.core.kv_manager import KvManager
 from pagecast_scheduler.core.prefix_cache import CLEARED
 from pagecast_scheduler.core.request import Request, Status
@@ -32,6 +33,7 @@ def fail_epoch(s: State, now: int, loss: Loss = Loss.CRASH) -> None:
     s.step = s.applied_step = 0
     s.in_flight.clear()
     s.totals.num_recoveries += 1
+    s.estimates = Estimates()  # the first steps of new workers may be many times slower, and others do not tell of them
     _ask_again(s)
     culprit = s.alone if s.alone is not None and s.alone.key in present else None
     for seq in [*s.rows.running(), *(entry.seq for entry in s.detached.values())]:

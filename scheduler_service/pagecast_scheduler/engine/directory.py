@@ -7,6 +7,7 @@ join or resume what another began; a request without readers goes on for a grant
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 
@@ -189,7 +190,11 @@ class Directory:
         self._keep(entry)
 
     def _keep(self, entry: Entry) -> None:
+        """Kept ones are in the order in which they are forgotten; what other front ends bring back later may come before some of them."""
+        later = list(takewhile(lambda key: self._kept[key].until > entry.until, reversed(self._kept)))
         self._kept[entry.key] = entry
+        for key in reversed(later):
+            self._kept.move_to_end(key)
         self._kept_bytes += entry.num_bytes
         while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._forget(next(iter(self._kept.values())))

@@ -16,6 +16,7 @@ from pagecast_scheduler.core.scheduler import Scheduler
 from pagecast_scheduler.core.state import ResultError
 from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.logs import logger
+from pagecast_scheduler.engine.preparing import Preparing
 from pagecast_scheduler.engine.recovery import SECOND, CrashLoopBrake, StepClock
 from pagecast_scheduler.engine.workers import Lost, WorkerGroup
 from pagecast_wire.codec import pack_u32, view_u32
@@ -76,7 +77,7 @@ class Epochs:
         self.has_served = last_epoch > 0
         self.is_warm = False  # a step of this epoch has run
         self.num_epochs = 0
-        self._prepared: dict[bytes, set[int]] = {}  # ranks that have compiled a constraint, while some have not
+        self._preparing = Preparing()
 
     def create_core(self, now: int) -> None:
         """The first group is complete: fix the limits that hold from now on and make the core. Raises Stop if none can work."""
@@ -199,11 +200,8 @@ class Epochs:
     def prepared(self, answer: ConstraintPrepared, now: int) -> None:
         """A rank has compiled a constraint, or cannot. The core hears of it when all have, or of the first that cannot."""
         assert self.core is not None
-        ranks = self._prepared.setdefault(answer.digest, set())
-        ranks.add(answer.rank)
-        if not answer.fault and len(ranks) < len(self._group.ranks):
+        if not self._preparing.answered(answer.digest, answer.rank, answer.fault, self._group.ranks):
             return
-        del self._prepared[answer.digest]
         self._control(now, "constraint_prepared", {"digest": answer.digest.hex(), "fault": answer.fault})
         self.core.constraint_prepared(answer.digest, answer.fault, now)
         self._audit()
@@ -235,7 +233,7 @@ class Epochs:
     def _close(self, now: int, was_open: bool, loss: Loss) -> None:
         """The group is gone. If its epoch was open, that ends and the core learns why."""
         self._group.close_epoch()
-        self._prepared.clear()
+        self._preparing.clear()
         self._gathering_since = now
         if not was_open:
             return

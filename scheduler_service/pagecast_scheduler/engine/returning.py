@@ -6,7 +6,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pagecast_scheduler.engine.frontends import Frontend
-from pagecast_wire.control import Attach, EarlierLogprobs
+from pagecast_wire.control import Attach, EarlierLogprobs, Kept
 from pagecast_wire.intake import Submit
 
 Brought = list[tuple[Frontend, Any]]
@@ -48,6 +48,7 @@ def in_order_of_return(messages: Iterable[tuple[Frontend, Any]]) -> Brought:
             records.append((first[name], replace(message, key=whole[name].key)))
         elif not isinstance(message, Submit):
             rest.append((frontend, message))
+    rest.sort(key=lambda brought: brought[1].left_ms if isinstance(brought[1], Kept) else -1)  # as they are forgotten
     return opening + records + joining + lacking + rest
 
 

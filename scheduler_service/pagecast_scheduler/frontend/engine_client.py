@@ -58,6 +58,8 @@ from pagecast_wire.intake import (
 log = structlog.get_logger("pagecast.frontend")
 
 TICK_S = 0.25
+STOPPED_AFTER_S = 1.0
+"""A tick that comes so late shows that this process was stopped; what waited for it meanwhile is not to blame."""
 PING_S = 1.0
 SILENT_AFTER_S = 5.0
 """The scheduler sends a status at least every second; after so long without any it counts as lost."""
@@ -95,6 +97,7 @@ class EngineClient:
         self._is_introducing = False
         self._last_heard = float("-inf")
         self._last_ping = float("-inf")
+        self._last_tick = float("inf")
         self._outbox: deque[bytes] = deque()
         self._is_flush_due = False
         self._quotas = Quotas()
@@ -409,6 +412,11 @@ class EngineClient:
         """Four times a second: pings, waiting messages, quiet streams, stuck readers, a scheduler that has gone silent."""
         now = time.monotonic()
         self._timer = self._loop.call_later(TICK_S, self._tick)
+        stopped_s, self._last_tick = now - self._last_tick - TICK_S, now
+        if stopped_s > STOPPED_AFTER_S:
+            self._last_heard = min(now, self._last_heard + stopped_s)
+            for stream in self.calls:
+                stream.forgive(stopped_s, now)
         if self._hello_due:
             self._hello()
         self._flush()

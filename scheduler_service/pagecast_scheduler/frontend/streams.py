@@ -347,6 +347,11 @@ class RequestStream:
             self.is_progress_due = True
             self._wake()
 
+    def forgive(self, stopped_s: float, now: float) -> None:
+        """This process was stopped for so long: the reader of a write under way has had no chance to take it."""
+        if self.writing_since is not None:
+            self.writing_since = min(now, self.writing_since + stopped_s)
+
     def without_caller(self, until: float) -> "RequestStream | None":
         """This request as the process remembers it when the call is over; None where the call has not learned what it is, and for a
         process that is about to end."""
