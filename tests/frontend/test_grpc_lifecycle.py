@@ -140,25 +140,28 @@ async def test_a_stop_of_the_front_end_itself_is_no_fault_of_a_reader(rig: Rig, 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
     for module in (engine_client, generation, streams):
         monkeypatch.setattr(module, "time", clock)
-    watch = streams.RequestStream.watch
+    watch, writes = streams.RequestStream.watch, [None, None]
 
-    def counted(*args: Any) -> None:
-        watch(*args)
+    def counted(watched: Any, *args: Any) -> None:
+        writes.append(watched.writing_since)
+        watch(watched, *args)
+        assert watched.failure is None
         ticks.release()
 
     monkeypatch.setattr(streams.RequestStream, "watch", counted)
     call = stream(rig)
     submit = await rig.scheduler.accept()
     num_sent = 0
-    while not rig.scheduler.all(Pause):
+    while writes[-1] is None or writes[-1] != writes[-2]:
         await rig.scheduler.tokens(submit.key, num_sent, [7] * 20_000)
         num_sent += 20_000
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.005)
     ahead_s[0] = 1000.0
     while not ticks.locked():
         await ticks.acquire()
-    for _ in range(3):
-        await ticks.acquire()
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            await ticks.acquire()
     reading = asyncio.create_task(collect(call))
     await rig.scheduler.next(Pause, 2)
     await rig.scheduler.finish(finished(submit.key, num_sent))
