@@ -355,7 +355,7 @@ def latent_decode(group: int, device: torch.device | str, itemsize: int = 2) -> 
 
 
 LATENT_FEW = 8
-"""Sequences up to which latent_hopper leaves their parts, a share of the chip's programs each, to a launch that spreads them over many."""
+"""Sequences up to which each has parts of many programs: they are added by a launch of their own, in small pieces."""
 
 
 def latent_hopper(batch: int, device: torch.device | str) -> HopperDecode:

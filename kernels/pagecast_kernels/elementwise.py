@@ -11,6 +11,17 @@ _COLUMNS = 1024  # elements a program moves: eight 16-byte accesses of bf16 a wa
 
 
 @triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """SiLU of float32 values, or GELU by its tanh form."""
+    if GELU:
+        # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
+        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        steep = gate
+    return gate / (1.0 + tl.exp(-steep))
+
+
+@triton.jit
 def _gate_mul(
     gate_up_ptr, residual_ptr, out_ptr, inner, hidden, eps,
     GELU: tl.constexpr, SCALED: tl.constexpr, COLUMNS: tl.constexpr, HIDDEN: tl.constexpr,
@@ -23,12 +34,7 @@ def _gate_mul(
     if SCALED:
         scale = row_scale(residual_ptr + row * hidden, hidden, eps, HIDDEN)
         gate, up = gate * scale, up * scale
-    if GELU:
-        # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
-        steep = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    else:
-        steep = gate
-    tl.store(out_ptr + row * inner + column, gate / (1.0 + tl.exp(-steep)) * up, inside)
+    tl.store(out_ptr + row * inner + column, activated(gate, GELU) * up, inside)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor | None = None, residual: Tensor | None = None, eps: float = 1e-6) -> Tensor:

@@ -20,3 +20,16 @@ def tile_pairs(tile, ends, counts_ptr, lists_ptr, tokens, ROWS: tl.constexpr):
     held = place < tl.load(counts_ptr + expert)
     pair = tl.load(lists_ptr + expert.to(tl.int64) * tokens + place, held, 0)
     return expert, pair, held
+
+
+@triton.jit
+def tile_span(tile, counts_ptr, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, HEIGHT: tl.constexpr):
+    """(expert, place in its list of the tile's first pair, pairs from there to the list's end: none if there is no such tile)."""
+    index = tl.arange(0, EXPERT_LANES)
+    lengths = tl.load(counts_ptr + index, index < EXPERTS, 0)
+    tiles = (lengths + HEIGHT - 1) // HEIGHT
+    before = tl.cumsum(tiles, 0) - tiles
+    own = (before <= tile) & (tile < before + tiles)
+    expert = tl.sum(tl.where(own, index, 0), 0)
+    place = tl.sum(tl.where(own, tile - before, 0), 0) * HEIGHT
+    return expert, place, tl.sum(tl.where(own, lengths, 0), 0) - place

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs, quantized_experts, wide_experts
+from pagecast_kernels.elementwise import activated
 from pagecast_kernels.expert_lists import tile_ends, tile_pairs
 from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts
 from pagecast_kernels.routing import Routing
@@ -118,12 +119,7 @@ def _expert_product(
                 w = tl.load(weights + N * K + k, inside & rest[:, None], 0.0)
             up = tl.dot(x, w, up, input_precision="ieee")
     if GATED:
-        if GELU:
-            # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
-            steep = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
-        else:
-            steep = acc
-        acc = acc / (1.0 + tl.exp(-steep)) * up
+        acc = activated(acc, GELU) * up
     else:
         acc *= tl.load(scales_ptr + pair, held, 0.0)[:, None]
     tl.store(out_ptr + pair.to(tl.int64)[:, None] * N + column[None, :], acc, held[:, None] & inside)

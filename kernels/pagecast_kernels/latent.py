@@ -20,8 +20,7 @@ from pagecast_kernels.shares import add_shares, owner, sequence_of, share_of, st
 
 _HEADS = 8
 _CHUNK = 64
-"""Elements of a latent that one program adds the parts of; a quarter of them for at most _FEW sequences, which have many parts each."""
-_FEW = 8
+"""Elements of a latent that one program adds the parts of; a quarter of them for few sequences, which have many parts each."""
 
 
 @triton.jit
@@ -218,7 +217,7 @@ def latent_decode(
             block_table.stride(0), configs.score_scale(scale, 0.0)[0], groups, group, v_cache.shape[2], rank, q_rope.shape[2], lanes,
             max(own, config.rows), config.tile, config.stages, num_warps=config.warps,
         )  # fmt: skip
-    chunk = min(rank, _CHUNK // 4 if batch <= _FEW else _CHUNK)
+    chunk = min(rank, _CHUNK // 4 if batch <= configs.LATENT_FEW else _CHUNK)
     _add_latent_parts[(batch * groups, rank // chunk)](
         seq_lens, out, scratch.parts, scratch.stats, batch, config.programs, groups, group, rank, lanes, config.tile, own, chunk,
         max(4096 // (own * chunk), 1), num_warps=4, maxnreg=128 if own > 16 else 255,

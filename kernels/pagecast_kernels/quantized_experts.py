@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs, elementwise, quantized_rows
+from pagecast_kernels.elementwise import activated
 from pagecast_kernels.expert_lists import tile_ends, tile_pairs
 from pagecast_kernels.quantized_products import INTERPRETED, columns_of, in_rows
 from pagecast_kernels.quantized_weights import TILE_ROWS, PackedExperts, ScaledExperts, tile_columns
@@ -114,13 +115,9 @@ def _scaled_experts(
     x_scale = tl.load(x_scale_ptr + source, held, 0.0)
     y = acc.to(tl.float32) * tl.load(weight_scale_ptr + rows + row, inside, 0.0)[:, None] * x_scale[None, :]
     if FIRST:
-        if GELU:
-            # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
-            steep = 1.5957691216057308 * (y + 0.044715 * y * y * y)
-        else:
-            steep = y
+        y = activated(y, GELU)
         up_scale = tl.load(weight_scale_ptr + rows + N + row, inside, 0.0)
-        y = y / (1.0 + tl.exp(-steep)) * (up.to(tl.float32) * up_scale[:, None] * x_scale[None, :])
+        y *= up.to(tl.float32) * up_scale[:, None] * x_scale[None, :]
     else:
         y *= tl.load(pair_scales_ptr + pair, held, 0.0)[None, :]
     at = out_ptr + pair.to(tl.int64)[None, :] * N + row[:, None]

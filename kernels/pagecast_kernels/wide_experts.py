@@ -13,19 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagecast_kernels import configs
-
-
-@triton.jit
-def _find_tile(tile, counts_ptr, EXPERTS: tl.constexpr, EXPERT_LANES: tl.constexpr, HEIGHT: tl.constexpr):
-    """(expert, place in its list of the tile's first pair, pairs from there to the list's end: none if there is no such tile)."""
-    index = tl.arange(0, EXPERT_LANES)
-    lengths = tl.load(counts_ptr + index, index < EXPERTS, 0)
-    tiles = (lengths + HEIGHT - 1) // HEIGHT
-    before = tl.cumsum(tiles, 0) - tiles
-    own = (before <= tile) & (tile < before + tiles)
-    expert = tl.sum(tl.where(own, index, 0), 0)
-    place = tl.sum(tl.where(own, tile - before, 0), 0) * HEIGHT
-    return expert, place, tl.sum(tl.where(own, lengths, 0), 0) - place
+from pagecast_kernels.elementwise import activated
+from pagecast_kernels.expert_lists import tile_span
 
 
 @triton.jit
@@ -42,12 +31,7 @@ def _pairs_at(list_at, begin, count, x_ptr, K, CHOSEN: tl.constexpr, FIRST: tl.c
 def _store(acc, up, pair, held, row, scales_ptr, out_ptr, N, FIRST: tl.constexpr, GELU: tl.constexpr):
     """acc [rows of the weight, pairs]: activated and gated by up, or times the pairs' scales."""
     if FIRST:
-        if GELU:
-            # 0.5 · x · (1 + tanh(z)) is x · sigmoid(2z).
-            steep = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
-        else:
-            steep = acc
-        acc = acc / (1.0 + tl.exp(-steep)) * up
+        acc = activated(acc, GELU) * up
     else:
         acc *= tl.load(scales_ptr + pair, held, 0.0)[None, :]
     value = acc.to(out_ptr.dtype.element_ty).trans()
@@ -110,7 +94,7 @@ def _wide_experts(
     pairs are computed with."""
     blocks = tl.cdiv(N, R)
     tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    expert, place, count = _find_tile(tile, counts_ptr, EXPERTS, EXPERT_LANES, ROWS + EXTRA)
+    expert, place, count = tile_span(tile, counts_ptr, EXPERTS, EXPERT_LANES, ROWS + EXTRA)
     if count <= 0:
         return
     list_at = lists_ptr + expert.to(tl.int64) * tokens + place
