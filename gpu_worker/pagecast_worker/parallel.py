@@ -16,6 +16,9 @@ from pagecast_worker.executor import LoadError
 VOCABULARY_UNIT = 16
 """Every rank's first token id is a multiple of it: random bits are drawn for four ids at once, and rows of logits stay aligned."""
 
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""One collective under two names: torch 2.13 warns of the older one, and torch 2.11 has no other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -73,7 +76,7 @@ class ByTorch:
         if tensor.is_cuda and dist.get_backend() == "gloo":
             return self.all_gather(tensor.cpu(), size).to(tensor.device)
         joined = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(joined.view(-1), tensor.reshape(-1))
+        _gather_into(joined.view(-1), tensor.reshape(-1))
         return joined
 
     def tensor(self, value: float) -> Tensor:

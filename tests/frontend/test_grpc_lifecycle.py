@@ -22,8 +22,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend import engine_client, generation, streams
 from pagecast_scheduler.frontend.config import FrontendConfig, check
+from pagecast_scheduler.frontend.errors import Reason
 from pagecast_scheduler.frontend.namespace import derive, load_key
+from pagecast_scheduler.frontend.principals import ANONYMOUS
+from pagecast_scheduler.frontend.resuming import unknown_yet
 from pagecast_scheduler.frontend.tokenizer import byte_alphabet
+from pagecast_wire.control import Attach
 from pagecast_wire.intake import Abort, Pause, ServingState, StopAt, Submit
 
 
@@ -185,6 +189,25 @@ async def test_a_reader_that_never_reads_is_ended(run_dir: Path) -> None:
     assert details(caught.value)[1]["ErrorInfo"].reason == "SLOW_CONSUMER"
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await stop_rig(rig)
+
+
+async def test_a_reader_is_not_slow_for_having_much_to_take(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has gathered becomes several events, and each is taken in two thirds of the time that one may need; then one is not."""
+    now = [0.0]
+    for module in (generation, streams):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    attach = Attach(0, "caller", "r")
+    opened = streams.RequestStream(*unknown_yet(attach, ANONYMOUS), lambda message: None, True, attach_to=attach)
+
+    async def write(seconds: float) -> None:
+        now[0] += seconds
+        opened.watch(now[0], 60.0, False)
+
+    servicer = generation.GenerationServicer(rig.frontend.state)
+    await servicer._write(opened, SimpleNamespace(write=write), [40.0, 40.0, 40.0])
+    assert opened.failure is None and opened.writing_since is None
+    await servicer._write(opened, SimpleNamespace(write=write), [61.0])
+    assert opened.failure is not None and opened.failure.reason is Reason.SLOW_CONSUMER
 
 
 async def test_a_client_that_pings_every_second_stays_connected(rig: Rig) -> None:

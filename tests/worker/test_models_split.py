@@ -1,7 +1,10 @@
 """A model split over two ranks: the ranks' parts add up to, or join into, what one rank computes."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from worker.smollm2 import model_file
 from worker.tiny_model import write_config, write_model
 
@@ -13,7 +16,7 @@ from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.loading.gguf import GgufCheckpoint
 from pagecast_worker.loading.hf_config import read_config
 from pagecast_worker.loading.load import check_split, load_model, open_checkpoint
-from pagecast_worker.parallel import Mute, Ranks
+from pagecast_worker.parallel import ByTorch, Mute, Ranks
 
 CPU = torch.device("cpu")
 
@@ -102,3 +105,14 @@ def test_a_bias_is_added_once():
 def test_the_real_models_nine_heads_are_refused(size):
     with pytest.raises(LoadError, match=f"tensor_parallel_size must divide num_attention_heads, got {size} for 9"):
         check_split(GgufCheckpoint(model_file()).config, Ranks(0, size))
+
+
+def test_collectives_are_called_by_the_names_that_this_torch_knows():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            here, held = ByTorch(CPU), torch.arange(6.0).view(2, 3)
+            assert here.all_gather(held, 1).equal(held[None]) and here.all_reduce(held.clone()).equal(held)
+    finally:
+        dist.destroy_process_group()

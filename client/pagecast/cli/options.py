@@ -84,7 +84,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_metadata_bytes", int, 16 << 10, "metadata taken with a call, in bytes", _FRONT),
     Option("drain_announce_s", float, 5.0, "after SIGTERM, seconds of NOT_SERVING before new calls are refused", _FRONT),
     Option("drain_timeout_s", float, 30.0, "after SIGTERM, seconds that running calls may go on", _FRONT),
-    Option("slow_consumer_timeout_s", float, 60.0, "seconds a stream may stay paused because its client does not read", _FRONT),
+    Option("slow_consumer_timeout_s", float, 60.0, "seconds without its client reading anything after which a stream is ended", _FRONT),
     Option("max_detach_grace_s", float, 300.0, "longest time a detached stream may ask to go on without a reader, in seconds", _FRONT),
     Option("reuse_port", bool, False, "share the port with other front ends of this host, or with who keeps it", (FRONTEND, GATEWAY)),
     Option("index", int, 0, "number of this front end among its host's", (FRONTEND,)),

@@ -156,8 +156,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await self._write(stream, context, writer.gathered(time.monotonic()))
 
     async def _write(self, stream: RequestStream, context: Any, events: list[pb.GenerateStreamResponse]) -> None:
-        stream.writing_since = time.monotonic()
         for event in events:
+            stream.writing_since = time.monotonic()  # of each: a reader is slow that takes nothing, not one who has much to take
             await context.write(event)
         stream.writing_since = None
         stream.note_delivered()
