@@ -1,15 +1,17 @@
 """Tokens, certificates and roles: who may call what on which listener, quotas, and whose cache and ids are whose."""
 
 import asyncio
+import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from e2e.cli_server import pagecast
 from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import finished
-from frontend.secure_rig import Authority, auth_file, bearer, entry, secure_channel, token
+from frontend.secure_rig import Authority, auth_file, bearer, entry, secure_channel, token, write
 from google.protobuf import descriptor_pb2
 from google.protobuf.duration_pb2 import Duration
 from grpc_reflection.v1alpha import reflection_pb2
@@ -90,6 +92,24 @@ async def test_without_a_known_token_nobody_is_served_and_none_is_told_why(folde
     assert rig.scheduler.all(Submit) == []
     submit = await answer(rig, generate(rig, "alice"), 1)
     assert submit.tenant == "research"
+    await stop_rig(rig)
+
+
+async def test_the_status_command_shows_what_a_role_may_see_and_names_the_one_that_is_missing(folder: Path) -> None:
+    rig = await start(folder)
+    needs = {"load": "this method needs the role observe", "models": "this method needs the role infer or observe"}
+    for name, closed in (("alice", ["load"]), ("bob", []), ("root", ["load", "models"])):
+        write(folder / "token", token(name).encode())
+        words = ["status", "--target", rig.frontend.address, "--token-file", str(folder / "token"), "--timeout", "60"]
+        shown = [await asyncio.to_thread(pagecast, *words, *more) for more in ([], ["--json"])]
+        assert [done.returncode for done in shown] == [0, 0], shown[0].stderr
+        lines, told = shown[0].stdout.splitlines(), json.loads(shown[1].stdout)
+        assert lines[0].startswith("health   SERVING") and told["health"] == "SERVING"
+        for what, begins in (("load", "so far"), ("models", "model ")):
+            is_closed = what in closed
+            assert any(line.startswith(begins) for line in lines) is (told[what] is not None) is not is_closed
+            assert (f"{what:8} not for this caller: {needs[what]}" in lines) is is_closed
+        assert told["denied"] == {what: needs[what] for what in closed}
     await stop_rig(rig)
 
 

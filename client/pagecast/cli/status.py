@@ -1,18 +1,23 @@
-"""`pagecast status`: is the server healthy, what does it serve, how loaded is it. Exit code 0 only if it is SERVING."""
+"""`pagecast status`: is the server healthy, what does it serve, how loaded is it. Exit code 0 only if it is SERVING. What the
+caller's roles do not open is named; the rest is shown."""
 
 import argparse
 import json
 import re
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from pagecast.cli import arguments
 from pagecast.cli.quantities import ANY_COUNT
 from pagecast.errors import PagecastError, RpcError
+from pagecast.sync import Client
 from pagecast.types import Load, Model
 
+T = TypeVar("T")
 _HEAD = re.compile(r".+:\d{1,5}")
 
 
@@ -48,22 +53,45 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             print(health)
             return code
-        try:
-            load = client.load(timeout=args.timeout)
-        except RpcError as error:
-            if error.code != "UNIMPLEMENTED":
-                raise
-            raise HealthAlone(f"{args.target} is {health} and answers nothing but health; --check asks for no more") from None
-        # A front end that has never seen a scheduler knows no model yet.
-        models = client.models(timeout=args.timeout) if load.state != "starting" else ()
+        denied: dict[str, str] = {}
+        load = _if_allowed("load", denied, lambda: _load(args.target, client, health, args.timeout))
+        models: tuple[Model, ...] | None = ()
+        if load is None or load.state != "starting":  # a front end that has never seen a scheduler knows no model yet
+            models = _if_allowed("models", denied, lambda: client.models(timeout=args.timeout))
     if args.json:
-        print(json.dumps({"health": health, "load": asdict(load), "models": [asdict(model) for model in models]}))
-    else:
-        print(f"health   {health}, engine {load.state}, instance {load.instance_id}, epoch {load.epoch}")
-        for model in models:
-            print("\n".join(_model_lines(model)))
+        shown = None if models is None else [asdict(model) for model in models]
+        print(json.dumps({"health": health, "load": load and asdict(load), "models": shown, "denied": denied}))
+        return code
+    of_engine = "" if load is None else f", engine {load.state}, instance {load.instance_id}, epoch {load.epoch}"
+    print(f"health   {health}{of_engine}")
+    for model in models or ():
+        print("\n".join(_model_lines(model)))
+    if load is not None:
         print("\n".join(_load_lines(load)))
+    for what, why in denied.items():
+        print(f"{what:8} not for this caller: {why}")
     return code
+
+
+def _load(target: str, client: Client, health: str, timeout: float) -> Load:
+    """Raises HealthAlone where there is no such question."""
+    try:
+        return client.load(timeout=timeout)
+    except RpcError as error:
+        if error.code != "UNIMPLEMENTED":
+            raise
+        raise HealthAlone(f"{target} is {health} and answers nothing but health; --check asks for no more") from None
+
+
+def _if_allowed(what: str, denied: dict[str, str], ask: Callable[[], T]) -> T | None:
+    """The answer; None, and the server's reason in `denied`, where the caller's roles do not open that."""
+    try:
+        return ask()
+    except RpcError as error:
+        if error.code != "PERMISSION_DENIED":
+            raise
+        denied[what] = error.message
+        return None
 
 
 def _of_one_process(args: argparse.Namespace) -> tuple[bool, str]:
