@@ -57,14 +57,14 @@ class Loop:
         while not self.stopping:
             if not self.in_flight:
                 poller.poll()
-            elif not poller.poll(0) and not self._send_results(wait=False):
+            elif not poller.poll(0) and not self._send_results():
                 time.sleep(max(_SHORTEST_NAP_S, _NAP_SHARE * (time.monotonic() - waiting_since)))
                 continue
             waiting_since = time.monotonic()
             for message in self.link.receive():
                 self._handle(message)
             self._send_answers()
-            self._send_results(wait=False)
+            self._send_results()
 
     def _handle(self, message: FromScheduler) -> None:
         match message:
@@ -100,7 +100,7 @@ class Loop:
             self.current = (plan.epoch, plan.step)
             self.executor.submit(plan)
             self.in_flight += 1
-            self._send_results(wait=False)  # a synchronous executor is done now; do not let the result wait for the next plan
+            self._send_results()  # a synchronous executor is done now; do not let the result wait for the next plan
         elif verdict is Verdict.GAP:
             _log.warning("a plan is missing", epoch=plan.epoch, step=plan.step, last_step=self.order.last_step)
             self.link.send(PlanGap(epoch=self.order.epoch, rank=self.rank, last_step=self.order.last_step))
@@ -118,15 +118,15 @@ class Loop:
         """Send the results of what is in flight, as far as it ends: without another rank a step never does."""
         deadline = time.monotonic() + _FINISH_S
         while self.in_flight and time.monotonic() < deadline:
-            if not self._send_results(wait=False):
+            if not self._send_results():
                 time.sleep(_FINISH_NAP_S)
 
-    def _send_results(self, wait: bool) -> bool:
-        """Send every result that is ready (with `wait`, of every plan in flight); whether there was one."""
+    def _send_results(self) -> bool:
+        """Send every result that is ready; whether there was one."""
         sent = False
         while self.in_flight:
             self.current = (self.order.epoch, self.link.completed.step + 1)
-            if (result := self.executor.collect(wait)) is None:
+            if (result := self.executor.collect(wait=False)) is None:
                 break
             self.in_flight -= 1
             self.link.completed = Completed(result.epoch, result.step)

@@ -64,16 +64,3 @@ class Staging(Protocol):
 
     def download(self) -> Download:
         """Everything kept since `begin`, on its way."""
-
-
-class HostDownload:
-    """Already there."""
-
-    def __init__(self, arrays: list[NDArray[np.int32]], device_us: int) -> None:
-        self._arrays, self._device_us = arrays, device_us
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> tuple[list[NDArray[np.int32]], int]:
-        return self._arrays, self._device_us

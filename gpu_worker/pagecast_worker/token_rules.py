@@ -184,7 +184,7 @@ class TokenRules:
 
 
 def kinds_of(sampling: SamplingParams) -> int:
-    """The bits of pagecast_kernels.reference that a request needs from its first token on."""
+    """The bits of pagecast_kernels.plain_token_rules that a request needs from its first token on."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
     biased = sampling.logit_bias_ids or sampling.allowed_token_ids
     return (PENALTIES if penalised else 0) | (BIAS if biased else 0) | (WORDS if sampling.bad_word_lengths else 0)

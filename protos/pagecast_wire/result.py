@@ -10,7 +10,6 @@ FLAG_BAD = 2
 """The row's logits held NaN or infinity; its token is meaningless."""
 FLAG_IDLE = 4
 """k-step plans only: the row had ended before this one of the k; its token is meaningless."""
-
 FLAG_DEAD = 8
 """The row's constraint or token rules leave no token; its token is meaningless, and the sequence ends here."""
 FLAG_LARGE = 16

@@ -100,7 +100,7 @@ def test_deadline_time_budget_and_queue_time_end_requests_by_time_alone():
     cluster.step()
     cluster.submit(2, ONES, 40, max_queue_ms=2)
     cluster.submit(3, ONES, 40, deadline_ms=8)
-    assert cluster.scheduler.next_wakeup(cluster.now) == 3000
+    assert cluster.scheduler.next_wakeup() == 3000
     cluster.run()
     assert [cluster.streams[key, 0].reason for key in (1, 2, 3)] == [
         FinishReason.TIME_LIMIT, FinishReason.QUEUE_TIME_EXCEEDED, FinishReason.DEADLINE_EXCEEDED,

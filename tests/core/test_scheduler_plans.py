@@ -278,7 +278,7 @@ def test_nothing_more_is_planned_than_may_be_in_flight():
 def test_an_idle_engine_gathers_a_first_batch():
     cluster = Cluster(batch_delay_us=5000)
     cluster.submit(1, PROMPT, 2)
-    assert cluster.plan() is None and cluster.scheduler.next_wakeup(0) == 5000
+    assert cluster.plan() is None and cluster.scheduler.next_wakeup() == 5000
     cluster.now = 4000
     cluster.submit(2, PROMPT, 2)
     assert cluster.plan() is None

@@ -140,7 +140,7 @@ class World:
         check_core(core)
         check_bounds(core, self.config)
         self.audit.end_holds(core.state.applied_step)
-        wake = core.next_wakeup(self.now) if self.group_up else None
+        wake = core.next_wakeup() if self.group_up else None
         if wake is not None and (self._wake_at <= self.now or wake < self._wake_at):
             self._wake_at = max(wake, self.now + 1)
             self.at(self._wake_at, self._turn)

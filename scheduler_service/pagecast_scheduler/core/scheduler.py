@@ -169,7 +169,7 @@ class Scheduler:
         """All that front ends have not been told yet: (front end slot, batch), one per slot."""
         return self.state.outputs.take(self.state.applied_step)
 
-    def next_wakeup(self, now: int) -> int | None:
+    def next_wakeup(self) -> int | None:
         """When time alone changes something: a limit falls due, or a first batch has gathered long enough."""
         times = [time for time in (self.state.timers.next(), self._gathered_at()) if time is not None]
         return min(times, default=None)

@@ -138,7 +138,7 @@ class Engine:
         until = self._next_tick
         if self._epochs.core is not None and not self._intake.is_holding:
             core = self._epochs.core
-            wakeup = core.next_wakeup(now) if self._group.is_open else core.next_limit()
+            wakeup = core.next_wakeup() if self._group.is_open else core.next_limit()
             if wakeup is not None:
                 until = min(until, max(wakeup, now + 1))
         return max(0, -(-(until - now) // 1000))
