@@ -1,15 +1,17 @@
-"""How a channel is made: addresses, retry policy, and the health method. Shared by the synchronous and the asynchronous client."""
+"""How a channel is made: addresses, credentials, retry policy, and the health method. Shared by the synchronous and the asynchronous
+client."""
 
 import ipaddress
 import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
+import grpc
 from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
 
-from pagecast import types
+from pagecast import access, types
 from pagecast.errors import WrongAccess
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -21,6 +23,29 @@ only for the one status that says "not here, not now"."""
 _GRPC_SCHEME = re.compile(r"(?:unix|unix-abstract|dns|ipv4|ipv6|vsock|xds|google-c2p):(?!\d+$)")
 _WATCH = {"service": "grpc.health.v1.Health", "method": "Watch"}
 _HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
+
+
+class Connection(NamedTuple):
+    """What a channel is opened with. credentials: None for plaintext. metadata: sent with every call."""
+
+    target: str
+    credentials: grpc.ChannelCredentials | None
+    options: list[tuple[str, Any]]
+    metadata: tuple[tuple[str, str], ...]
+
+
+def connection(
+    endpoints: str | Sequence[str], tls: access.Tls | bool | None, token: str | None, credentials: grpc.ChannelCredentials | None,
+    metadata: Sequence[tuple[str, str]], options: Sequence[tuple[str, Any]],
+) -> Connection:  # fmt: skip
+    """A client's arguments, see Client. Raises ValueError where they do not go together, WrongAccess where one cannot be used."""
+    target, chosen = target_of(endpoints), access.tls_of(tls)
+    if chosen is not None:
+        if credentials is not None:
+            raise ValueError("tls and credentials are two ways to say the same; give one")
+        credentials, options = chosen.credentials(), [*options, *chosen.options()]
+    arguments = channel_options(options, checks_health=token is None and are_replicas(endpoints))
+    return Connection(target, credentials, arguments, (*access.token_metadata(target, token, credentials is not None), *metadata))
 
 
 def health_method(grpc_channel: Any) -> Any:

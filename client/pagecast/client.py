@@ -13,7 +13,7 @@ from pagecast import access, answers, channel, requests, types
 from pagecast.admin import AsyncAdmin
 from pagecast.errors import RpcError, from_rpc
 from pagecast.reaching import AsyncReach
-from pagecast.resuming import Position
+from pagecast.resuming import CANCEL_S, Position
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
     generation_pb2,
@@ -28,9 +28,6 @@ from pagecast.v1 import (
 from pagecast.watching import AsyncWatch
 
 T = TypeVar("T")
-
-CANCEL_S = 5.0
-"""What the word that a detached request is not wanted any more may take."""
 
 
 class AsyncStream:
@@ -87,8 +84,7 @@ class AsyncStream:
     def cancel(self) -> None:
         """End the request; its blocks on the server are freed. Harmless after the end."""
         self._call.cancel()
-        if not self._is_over and self._position.request.delivery.on_disconnect == generation_pb2.ON_DISCONNECT_DETACH:
-            request = generation_pb2.CancelGenerationRequest(request_id=self._position.request_id)
+        if not self._is_over and (request := self._position.cancellation()) is not None:
             self._last_word = asyncio.ensure_future(self._say_cancel(request))
         self._is_over = True
 
@@ -120,23 +116,18 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None, metadata: Sequence[tuple[str, str]] = (),
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        target, chosen = channel.target_of(endpoints), access.tls_of(tls)
-        if chosen is not None:
-            if credentials is not None:
-                raise ValueError("tls and credentials are two ways to say the same; give one")
-            credentials, options = chosen.credentials(), [*options, *chosen.options()]
-        arguments = channel.channel_options(options, checks_health=token is None and channel.are_replicas(endpoints))
-        self._metadata = (*access.token_metadata(target, token, credentials is not None), *metadata)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, arguments)
+        way = channel.connection(endpoints, tls, token, credentials, metadata, options)
+        self._metadata = way.metadata
+        if way.credentials is None:
+            self._channel = grpc.aio.insecure_channel(way.target, way.options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, arguments)
+            self._channel = grpc.aio.secure_channel(way.target, way.credentials, way.options)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._health = channel.health_method(self._channel)
-        self._reach = AsyncReach(self._channel, target, self._metadata)
+        self._reach = AsyncReach(self._channel, way.target, self._metadata)
         self.admin = AsyncAdmin(self._channel, self._ask_method)
 
     def stream(

@@ -17,6 +17,8 @@ GIVE_UP_AFTER_S = 30.0
 """Without a single event for so long, the last error is final."""
 FIRST_WAIT_S = 0.05
 MOST_WAIT_S = 2.0
+CANCEL_S = 5.0
+"""What the word that a detached request is not wanted any more may take."""
 
 
 @dataclass(slots=True)
@@ -52,6 +54,12 @@ class Position:
     @property
     def request_id(self) -> str:
         return self.request.spec.request_id
+
+    def cancellation(self) -> pb.CancelGenerationRequest | None:
+        """What ends a request that would go on without its connection; None for one that ends with it."""
+        if self.request.delivery.on_disconnect != pb.ON_DISCONNECT_DETACH:
+            return None
+        return pb.CancelGenerationRequest(request_id=self.request_id)
 
     def timeout(self) -> float | None:
         """Seconds that are left for the next call."""

@@ -11,7 +11,7 @@ from pagecast import access, answers, channel, requests, types
 from pagecast.admin import Admin
 from pagecast.errors import RpcError, from_rpc
 from pagecast.reaching import Reach
-from pagecast.resuming import Position
+from pagecast.resuming import CANCEL_S, Position
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
     generation_pb2,
@@ -26,9 +26,6 @@ from pagecast.v1 import (
 from pagecast.watching import Watch
 
 T = TypeVar("T")
-
-CANCEL_S = 5.0
-"""What the word that a detached request is not wanted any more may take."""
 
 
 class Stream:
@@ -84,8 +81,7 @@ class Stream:
     def cancel(self) -> None:
         """End the request; its blocks on the server are freed. Harmless after the end."""
         self._call.cancel()
-        if not self._is_over and self._position.request.delivery.on_disconnect == generation_pb2.ON_DISCONNECT_DETACH:
-            request = generation_pb2.CancelGenerationRequest(request_id=self._position.request_id)
+        if not self._is_over and (request := self._position.cancellation()) is not None:
             self._stub.CancelGeneration.future(request, timeout=CANCEL_S, metadata=self._metadata)
         self._is_over = True
 
@@ -113,23 +109,18 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None, metadata: Sequence[tuple[str, str]] = (),
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        target, chosen = channel.target_of(endpoints), access.tls_of(tls)
-        if chosen is not None:
-            if credentials is not None:
-                raise ValueError("tls and credentials are two ways to say the same; give one")
-            credentials, options = chosen.credentials(), [*options, *chosen.options()]
-        arguments = channel.channel_options(options, checks_health=token is None and channel.are_replicas(endpoints))
-        self._metadata = (*access.token_metadata(target, token, credentials is not None), *metadata)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, arguments)
+        way = channel.connection(endpoints, tls, token, credentials, metadata, options)
+        self._metadata = way.metadata
+        if way.credentials is None:
+            self._channel = grpc.insecure_channel(way.target, way.options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, arguments)
+            self._channel = grpc.secure_channel(way.target, way.credentials, way.options)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
         self._health = channel.health_method(self._channel)
-        self._reach = Reach(self._channel, target, self._metadata)
+        self._reach = Reach(self._channel, way.target, self._metadata)
         self.admin = Admin(self._channel, self._ask)
 
     def stream(self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]) -> Stream:

@@ -114,7 +114,7 @@ class Epochs:
             raise Stop(EXIT_RESTART, f"the new worker group has {offered} blocks, the engine was started with {needed}")
         if self._group.last_epoch >= self.epoch:
             raise Stop(EXIT_RESTART, f"a worker has seen epoch {self._group.last_epoch}, the engine is at {self.epoch}")
-        self._control(now, "start_epoch", {})
+        self.note(now, "start_epoch", {})
         start = self.core.start_epoch()
         self.clock.reset(now)
         self.num_epochs += 1
@@ -172,7 +172,7 @@ class Epochs:
         assert self.core is not None
         due = self.core.next_limit()
         if due is not None and due <= now:
-            self._control(now, "expire", {})
+            self.note(now, "expire", {})
             self.core.expire(now)
 
     def _size(self, plan: StepPlan) -> int:
@@ -202,7 +202,7 @@ class Epochs:
         assert self.core is not None
         if not self._preparing.answered(answer.digest, answer.rank, answer.fault, self._group.ranks):
             return
-        self._control(now, "constraint_prepared", {"digest": answer.digest.hex(), "fault": answer.fault})
+        self.note(now, "constraint_prepared", {"digest": answer.digest.hex(), "fault": answer.fault})
         self.core.constraint_prepared(answer.digest, answer.fault, now)
         self._audit()
 
@@ -239,7 +239,7 @@ class Epochs:
             return
         assert self.core is not None
         self._abort_warm_up(now)
-        self._control(now, "fail_epoch", {"loss": int(loss)})
+        self.note(now, "fail_epoch", {"loss": int(loss)})
         self.core.fail_epoch(now, loss)
         self._audit()
         self.clock.reset(now)
@@ -249,7 +249,7 @@ class Epochs:
     def _abort_warm_up(self, now: int) -> None:
         """A warm-up that was under way is no suspect in the search for a poisonous request."""
         assert self.core is not None
-        self._control(now, "abort", {"key": self._warm_up_key, "reason": int(FinishReason.CANCELLED)})
+        self.note(now, "abort", {"key": self._warm_up_key, "reason": int(FinishReason.CANCELLED)})
         self.core.abort(self._warm_up_key, now)
 
     def watch(self, now: int) -> None:
@@ -287,10 +287,7 @@ class Epochs:
         self._gathering_since += pause
 
     def note(self, now: int, name: str, args: dict[str, Any]) -> None:
-        """Somebody else is about to change the core in this way."""
-        self._control(now, name, args)
-
-    def _control(self, now: int, name: str, args: dict[str, Any]) -> None:
+        """Writes down that the core is about to be changed in this way."""
         if self._record is not None:
             self._record.control(now, name, args)
 
