@@ -30,10 +30,7 @@ _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
 """Of an option's values in Python: what they may be instances of, and in words."""
 
 _EXIT_MARGIN_S = 5.0
-"""What a front end needs to close after its drain."""
-
-_GATEWAY_GRACE_S = 40.0
-"""A little more than open HTTP calls are given."""
+"""What a front end or a gateway needs to close after its drain."""
 
 
 def settings(model: str = models.DEFAULT_MODEL, **given: Any) -> dict[str, Any]:
@@ -130,7 +127,8 @@ def _gateway(chosen: Mapping[str, Any], run_dir: str) -> RoleSpec:
     sockets = ",".join(f"unix:{run_dir}/frontend-{index}.sock" for index in range(chosen["num_frontends"]))
     values = _role_values(options.GATEWAY, chosen, run_dir) | {"target": sockets, "publish": f"{run_dir}/gateway-0.address"}
     values["reuse_port"] = chosen.get("keeps_http_port", False)
-    return RoleSpec("gateway", _argv(options.GATEWAY, values), grace_s=_GATEWAY_GRACE_S)
+    values["drain_announce_s"] = 0.0  # it is told when its front ends have ended, who announced that to its callers too
+    return RoleSpec("gateway", _argv(options.GATEWAY, values), grace_s=chosen["drain_timeout_s"] + _EXIT_MARGIN_S)
 
 
 def check_port(host: str, port: int) -> None:

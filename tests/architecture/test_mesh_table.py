@@ -7,8 +7,9 @@ from architecture.source_tree import ROOT
 
 TEXT = (ROOT / "docs/mesh.md").read_text()
 TOPICS = {
-    "deadline", "cancel", "idle timers", "keepalive", "connection age", "drain", "health", "reflection", "balancing", "retry", "hedging",
-    "compression", "size", "concurrency", "connection flood", "metadata", "auth", "mTLS reload", "grpc-web, Connect", "observability",
+    "deadline", "cancel", "idle timers", "keepalive", "connection age", "drain", "drain of a gateway", "health", "reflection", "balancing",
+    "retry", "hedging", "compression", "size", "concurrency", "connection flood", "metadata", "auth", "mTLS reload", "grpc-web, Connect",
+    "observability",
 }  # fmt: skip
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`( \*mesh\*)?")
 

@@ -217,8 +217,8 @@ def test_a_dead_gateway_and_a_dead_front_end_come_back(served: Served) -> None:
 
 
 def test_a_gateway_of_its_own_reaches_any_cluster(served: Served) -> None:
-    command = [*PAGECAST, "gateway", "--target", served.address, "--http-port", "0", "--log-format", "json"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
+    words = ("--target", served.address, "--http-port", "0", "--log-format", "json", "--drain-announce-s", "0")
+    with subprocess.Popen([*PAGECAST, "gateway", *words], stderr=subprocess.PIPE, text=True) as gateway:
         try:
             assert gateway.stderr is not None
             address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
@@ -229,12 +229,38 @@ def test_a_gateway_of_its_own_reaches_any_cluster(served: Served) -> None:
         assert gateway.wait(LIMIT_S) == 0
 
 
+def test_an_idle_gateway_announces_its_end_and_answers_meanwhile(served: Served) -> None:
+    words = ("--target", served.address, "--http-port", "0", "--log-format", "json", "--drain-announce-s", "3600")
+    with subprocess.Popen([*PAGECAST, "gateway", *words], stderr=subprocess.PIPE, text=True) as gateway:
+        try:
+            assert gateway.stderr is not None
+            address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
+            until(lambda: httpx.get(address + "/health", timeout=LIMIT_S).status_code == 200, "it is never healthy")
+            gateway.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(address + "/health", timeout=LIMIT_S).status_code == 503, "balancers are not told")
+            reply = httpx.post(address + "/v1/completions", json={"prompt": [5], "max_tokens": 3}, timeout=LIMIT_S)
+            assert (reply.status_code, reply.headers["connection"]) == (200, "close")
+            gateway.send_signal(signal.SIGTERM)  # a second one, which waits for nobody
+            assert gateway.wait(LIMIT_S) == 0
+        finally:
+            gateway.kill()
+
+
+def test_the_gateway_of_a_cluster_answers_while_its_front_ends_announce_their_end() -> None:
+    with serve(*ORACLE, "--drain-announce-s", "3600") as cluster, httpx.Client(base_url=cluster.http, timeout=LIMIT_S) as http:
+        until(lambda: http.get("/health").status_code == 200, "it is never healthy")
+        cluster.process.send_signal(signal.SIGTERM)
+        until(lambda: http.get("/health").status_code == 503, "balancers are not told")
+        assert http.post("/v1/completions", json={"prompt": [5], "max_tokens": 3}).status_code == 200
+        assert cluster.end() == 0
+
+
 @pytest.mark.parametrize(("words", "warned"), [
     (["--target", "unix:/nowhere/a.sock,127.0.0.1:1,[::1]:1,localhost:1"], None), (["--target", "192.0.2.1:1", "--target-tls"], None),
     (["--target", "127.0.0.1:1,192.0.2.1:1,llm.example.org:1"], ["192.0.2.1:1", "llm.example.org:1"]),
 ])  # fmt: skip
 def test_a_gateway_warns_once_of_tokens_in_plaintext(words: list[str], warned: list[str] | None) -> None:
-    command = [*PAGECAST, "gateway", "--http-port", "0", "--log-format", "json", *words]
+    command = [*PAGECAST, "gateway", "--http-port", "0", "--log-format", "json", "--drain-announce-s", "0", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
         assert gateway.stderr is not None
         lines = []

@@ -69,10 +69,11 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 
 def make_app(backend: Backend, version: str) -> FastAPI:
-    """The application. The backend outlives it."""
+    """The application. The backend outlives it. app.state.is_ending: it says NOT_SERVING, so that balancers turn elsewhere."""
     about = "OpenAI-compatible HTTP API of a Pagecast cluster"
     # FastAPI's own pages about an API load their code from elsewhere.
     app = FastAPI(title="Pagecast", version=version, description=about, docs_url=None, redoc_url=None)
+    app.state.is_ending = False
     gateway = Gateway(backend)
     _add_error_handlers(app, gateway)
     _add_generation(app, gateway)
@@ -262,7 +263,7 @@ def _add_watching(app: FastAPI, backend: Backend, version: str) -> None:
 
     @app.get("/health")
     async def health(request: Request) -> Response:
-        serving = await backend.is_serving(caller(request))
+        serving = not app.state.is_ending and await backend.is_serving(caller(request))
         return JSONResponse({"status": "SERVING" if serving else "NOT_SERVING"}, 200 if serving else 503)
 
     @app.get("/version")

@@ -1,4 +1,8 @@
-"""The gateway process: configuration in, exit code out. HTTP in front, gRPC to the front ends behind."""
+"""The gateway process: configuration in, exit code out. HTTP in front, gRPC to the front ends behind.
+
+End, on SIGTERM or SIGINT: say NOT_SERVING, go on accepting while balancers notice, stop listening, wait for open calls, exit 0. A
+second signal ends at once.
+"""
 
 import asyncio
 import os
@@ -25,8 +29,6 @@ from pagecast_scheduler.gateway.config import GatewayConfig, check
 
 log = structlog.get_logger("pagecast.gateway")
 
-DRAIN_S = 30
-"""How long open calls may go on after a signal."""
 MAX_CONNECTIONS = 4096
 """Open connections; more are answered 503."""
 
@@ -64,6 +66,22 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
 
+class LastAnswers:
+    """ASGI middleware: once the application is ending, every answer ends its connection, so that clients who keep some turn elsewhere."""
+
+    def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_ending = is_ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def pass_on(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._is_ending():
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, pass_on)
+
+
 async def _too_large(send: Send, limit: int) -> None:
     text = f'{{"error":{{"message":"the body must be at most {limit} bytes","type":"invalid_request_error","param":null,"code":null}}}}'
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
@@ -89,13 +107,17 @@ def publish(path: str, address: str) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our ways at the end: the first signal lets open calls finish, the second does not; the exit code is 0.
+    """uvicorn with our ways at the end: the first signal is announced and lets open calls finish, the second does not; the exit code is 0.
 
-    announce: called once connections are accepted, and a signal ends what it should."""
+    announce: called once connections are accepted, and a signal ends what it should. leave: called when a signal does, announce_s
+    seconds before nobody is accepted any more."""
 
-    def __init__(self, settings: uvicorn.Config, announce: Callable[[], None]) -> None:
+    def __init__(self, settings: uvicorn.Config, announce: Callable[[], None], leave: Callable[[], None], announce_s: float) -> None:
         super().__init__(settings)
         self._announce = announce
+        self._leave = leave
+        self._announce_s = announce_s
+        self._is_leaving = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -109,7 +131,15 @@ class Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        if self._is_leaving:
+            self.force_exit = self.should_exit = True
+            return
+        self._is_leaving = True
+        self._leave()
+        log.info("draining", open_connections=len(self.server_state.connections))
+        asyncio.get_running_loop().call_later(self._announce_s, self._stop)
+
+    def _stop(self) -> None:
         self.should_exit = True
 
 
@@ -132,10 +162,11 @@ async def serve(config: GatewayConfig) -> int:
             "tokens and prompts go to other machines in plaintext; give --target-tls or --target-ca, unless a mesh encrypts",
             targets=config.plaintext_targets,
         )
-    app = BodyLimit(make_app(backend, metadata.version("pagecast")), config.max_message_bytes)
+    app = make_app(backend, metadata.version("pagecast"))
     settings = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=DRAIN_S, limit_concurrency=MAX_CONNECTIONS,
-        server_header=False,
+        LastAnswers(BodyLimit(app, config.max_message_bytes), lambda: app.state.is_ending), log_config=None, access_log=False,
+        lifespan="off", timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # seconds of asyncio's
+        limit_concurrency=MAX_CONNECTIONS, server_header=False,
     )  # fmt: skip
     settings.load()
     settings.ssl = encryption  # of the settings that uvicorn has for files, none follows their changes
@@ -148,8 +179,11 @@ async def serve(config: GatewayConfig) -> int:
             publish(config.publish, address)
         log.info("listening", address=address)
 
+    def leave() -> None:
+        app.state.is_ending = True
+
     try:
-        await Server(settings, announce).serve([listener])
+        await Server(settings, announce, leave, config.drain_announce_s).serve([listener])
     finally:
         await backend.close()
         listener.close()

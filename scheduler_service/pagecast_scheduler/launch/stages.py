@@ -7,9 +7,9 @@ from typing import Final
 
 from pagecast_scheduler.launch.process import Role, RoleSpec
 
-ORDER: Final[tuple[tuple[Role, ...], ...]] = (("gateway",), ("frontend",), ("scheduler",), ("worker",))
-"""The gateway finishes its calls through the front ends; those drain their streams, for which they need the others; the scheduler
-then has nothing left to plan."""
+ORDER: Final[tuple[tuple[Role, ...], ...]] = (("frontend",), ("gateway",), ("scheduler",), ("worker",))
+"""Front ends announce their end and drain their streams, for which they need the others; what a gateway says of its health follows theirs,
+its calls are among those that they drain, and it then has only answers left to hand on; the scheduler has nothing left to plan."""
 
 _AT_ONCE_GRACE_S: Final = 5.0
 _LAST_WORDS_S: Final = 2.0
@@ -32,7 +32,7 @@ class Stages:
     @classmethod
     def in_order(cls) -> "Stages":
         """One role after the other; while front ends drain, what they need is still started again."""
-        return cls(ORDER, ("frontend", "scheduler", "worker"), float("inf"))
+        return cls(ORDER, ("frontend", "gateway", "scheduler", "worker"), float("inf"))
 
     @classmethod
     def at_once(cls) -> "Stages":
