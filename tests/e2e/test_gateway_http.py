@@ -108,7 +108,7 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
         "prompt": ["x", ""], "colour": 1, "temperature": 1000, "top_p": 2, "max_tokens": "many", "n": 0, "best_of": 7,
     }, "max_tokens", [
         "max_tokens: Input should be a valid integer", "colour: unknown field", "temperature must be 0 to 100, not 1000",
-        "top_p must be greater than 0 and at most 1, not 2", "n must be 1 to", "best_of must equal n", "prompt must not be empty",
+        "top_p must be greater than 0 and at most 1, not 2", "n must be 1 to", "best_of must equal n", "prompt[1] must not be empty",
     ]),
     ("chat/completions", {
         "messages": [{"role": "user", "content": "x", "mood": 1}, {"content": 3}, {"role": "", "content": "x"}], "temperature": -1,
@@ -168,6 +168,13 @@ def test_what_is_refused_for_one_fault_is_run_for_none(served: Served) -> None:
 
     until(lambda: len(calls()) == 11, "not every prompt was shown to a front end")
     assert all("INVALID_ARGUMENT" in line for line in calls())
+
+
+def test_prompts_beside_a_wrong_one_do_not_go_on(served: Served) -> None:
+    for stream in (False, True):
+        reply = httpx.post(f"{served.http}/v1/completions", json=LONG | {"prompt": [[1], [1] * 200_000], "stream": stream}, timeout=LIMIT_S)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "prompt[1]"
+        until(lambda: running(served) == 0, "the other prompt goes on without anybody waiting for it")
 
 
 def test_a_body_sent_as_a_form_is_told_how_to_be_sent(served: Served) -> None:

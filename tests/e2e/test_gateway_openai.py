@@ -121,6 +121,51 @@ def test_echo_and_logprobs_stand_beside_the_text(client: openai.OpenAI, model: s
         assert choice.text[offset:].startswith(token)
 
 
+SCORED = ["Once upon a time", "<|im_start|>user\nIt costs 世界 5€.<|im_end|>", "a"]
+
+
+def test_a_prompt_is_scored_without_an_output(client: openai.OpenAI, model: str) -> None:
+    """Texts and token ids, special tokens and characters of several tokens among them, streamed or not."""
+    asked: dict[str, Any] = {"model": model, "echo": True, "logprobs": 2, "temperature": 0}
+    whole = client.completions.create(prompt=SCORED, max_tokens=0, **asked)
+    assert whole.usage is not None and whole.usage.completion_tokens == 0
+    longer = client.completions.create(prompt=SCORED, max_tokens=3, **asked)
+    num_tokens = 0
+    for choice, text, more in zip(whole.choices, SCORED, longer.choices, strict=True):
+        found, other = choice.logprobs, more.logprobs
+        assert choice.text == text and choice.finish_reason == "length" and found is not None and other is not None
+        assert found.tokens and found.token_logprobs and found.top_logprobs and found.text_offset and other.tokens and other.text_offset
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        assert all(value is not None and value < 0 for value in found.token_logprobs[1:])
+        assert all(top is not None and max(top.values()) >= value for top, value in zip(found.top_logprobs[1:], found.token_logprobs[1:]))
+        count = len(found.tokens)
+        num_tokens += count
+        assert (found.tokens, found.token_logprobs) == (other.tokens[:count], (other.token_logprobs or [])[:count])
+        assert found.text_offset == other.text_offset[:count]
+        for each, whole_text in ((found, text), (other, more.text)):
+            for token, offset in zip(each.tokens or [], each.text_offset or [], strict=True):
+                assert "\ufffd" in token or whole_text[offset:].startswith(token), (token, offset)
+    assert num_tokens == whole.usage.prompt_tokens
+    assert whole.choices[1].logprobs is not None and whole.choices[1].logprobs.tokens is not None
+    assert whole.choices[1].logprobs.tokens[0] == "<|im_start|>"
+    ids = httpx.post(f"{client.base_url}".replace("/v1/", "/tokenize"), json={"prompt": SCORED[1]}, timeout=LIMIT_S).json()["tokens"]
+    [by_ids] = client.completions.create(prompt=ids, max_tokens=0, **asked).choices
+    assert (by_ids.text, by_ids.logprobs) == (SCORED[1], whole.choices[1].logprobs)
+    pieces = {chunk.choices[0].index: chunk.choices[0] for chunk in client.completions.create(
+        prompt=SCORED, max_tokens=0, stream=True, **asked,
+    )}
+    assert [pieces[i].model_dump() for i in range(len(SCORED))] == [choice.model_dump() for choice in whole.choices]
+
+
+def test_a_stream_has_the_places_of_tokens_that_a_whole_answer_has(client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": SCORED[1], "echo": True, "logprobs": 1, "max_tokens": 12, "stop": ["never", "e"]}
+    whole = client.completions.create(seed=1, **asked).choices[0]
+    assert whole.logprobs is not None
+    chunks = [chunk.choices[0] for chunk in client.completions.create(seed=1, stream=True, **asked)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    offsets = [place for chunk in chunks if chunk.logprobs is not None for place in chunk.logprobs.text_offset or []]
+    tokens = [token for chunk in chunks if chunk.logprobs is not None for token in chunk.logprobs.tokens or []]
+    assert (tokens, offsets) == (whole.logprobs.tokens, whole.logprobs.text_offset)
 
 def test_chat_logprobs_are_those_of_the_chosen_tokens(client: openai.OpenAI, model: str) -> None:
     answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -153,6 +154,19 @@ def test_tiny_temperatures_are_greedy() -> None:
 )
 def test_a_bad_field_is_named_by_its_path(message: pb.GenerationSpec, path: str) -> None:
     assert list(violations(message)) == [path]
+
+
+@pytest.mark.parametrize(("wrong", "named", "more"), [
+    ([3, 5], [3, 5], ""), (range(8), range(8), ""), (range(2, 40), range(2, 10), "30 more"),
+])  # fmt: skip
+def test_every_wrong_token_id_is_named_or_counted(wrong: Sequence[int], named: Sequence[int], more: str) -> None:
+    ids = [512 if at in wrong else 511 for at in range(40)]
+    banned = pb.SamplingOptions(bad_token_sequences=[{"ids": [512] * 9}] * 5)
+    found = violations(spec(prompt_token_ids=pb.TokenIds(ids=ids), sampling=banned))
+    path = "spec.prompt_token_ids.ids"
+    assert [field for field in found if field.startswith(path)] == [f"{path}[{at}]" for at in named]
+    assert more in found[f"{path}[{named[-1]}]"] and bool(more) == ("more" in found[f"{path}[{named[-1]}]"])
+    assert {f"spec.sampling.bad_token_sequences[{i}].ids[0]" for i in range(5)} <= set(found) and len(found) <= 8 + 5
 
 
 @pytest.mark.parametrize(

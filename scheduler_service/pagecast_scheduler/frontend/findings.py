@@ -7,6 +7,8 @@ from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 
 MAX_FIELD_ECHO = 64
 """Longest text value that a violation repeats."""
+MAX_NAMED_IDS = 8
+"""Token ids that are named, where no more than so many faults were found before; of every list one is."""
 
 
 class Findings(list[Violation]):
@@ -36,10 +38,15 @@ class Findings(list[Violation]):
         return False
 
     def token_ids(self, path: str, ids: Sequence[int], vocab_size: int) -> None:
-        """Names the first id outside the vocabulary."""
-        if ids and max(ids) >= vocab_size:
-            at, token_id = next((at, token_id) for at, token_id in enumerate(ids) if token_id >= vocab_size)
-            self.add(f"{path}[{at}]", f"must be below the vocabulary size {vocab_size}, not {token_id}")
+        """Names the ids outside the vocabulary, and of many the first and how many more there are."""
+        if not ids or max(ids) < vocab_size:
+            return
+        wrong = [at for at, token_id in enumerate(ids) if token_id >= vocab_size]
+        named = wrong[: max(1, MAX_NAMED_IDS - len(self))]  # an error that grows too long does not reach its caller
+        more = len(wrong) - len(named)
+        for at in named:
+            rest = f" ({more} more are not below it)" if more and at == named[-1] else ""
+            self.add(f"{path}[{at}]", f"must be below the vocabulary size {vocab_size}, not {ids[at]}{rest}")
 
     def repeated(self, path: str, ids: Sequence[int], suffix: str = "") -> None:
         """Names the first id that came before."""

@@ -6,6 +6,7 @@ from pagecast.v1 import tokenizer_pb2 as pb
 from pagecast.v1 import tokenizer_pb2_grpc
 from pagecast_scheduler.frontend.chat_rules import check_chat
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation, field_violation
+from pagecast_scheduler.frontend.findings import Findings
 from pagecast_scheduler.frontend.service_state import ServiceState
 
 
@@ -24,12 +25,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Detokenize(self, request: Any, context: Any) -> pb.DetokenizeResponse:
         """Text of a whole sequence of ids."""
         self._state.check_model(request.model)
-        size = self._state.limits().vocab_size
-        ids = list(request.token_ids)
-        if ids and max(ids) >= size:
-            at = next(i for i, token_id in enumerate(ids) if token_id >= size)
-            text = f"must be below the vocabulary size {size}, not {ids[at]}"
-            raise Refusal(Reason.FIELD_VIOLATION, violations=(Violation(f"token_ids[{at}]", text),))
+        found, ids = Findings(), list(request.token_ids)
+        found.token_ids("token_ids", ids, self._state.limits().vocab_size)
+        found.refuse()
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await self._state.prompts.detokenize(ids, skip))
 

@@ -1,6 +1,8 @@
 """From the gRPC API's answers to OpenAI's response bodies and chunks. Pure: messages in, dictionaries out."""
 
-from collections.abc import Iterable, Sequence
+import codecs
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pagecast.v1 import generation_pb2 as pb
@@ -52,18 +54,74 @@ def chat_logprobs(records: Sequence[pb.TokenLogprob]) -> dict[str, Any] | None:
     return {"content": [_entry(record) | {"top_logprobs": [_entry(one) for one in record.top]} for record in records], "refusal": None}
 
 
-def text_logprobs(records: Sequence[pb.TokenLogprob], offset: int) -> dict[str, Any] | None:
-    """The logprobs object of a completion choice. offset: characters of the choice's text before these tokens."""
-    if not records:
-        return None
-    tokens, offsets = [], []
-    for record in records:
-        tokens.append(_shown(record.token_bytes))
-        offsets.append(offset)
-        offset += len(tokens[-1])
-    values = [record.logprob if record.HasField("logprob") else None for record in records]
-    tops = [{_shown(one.token_bytes): one.logprob for one in record.top} or None for record in records]
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+class Echo:
+    """A prompt as its choices repeat it: its text, its tokens' log-probabilities, and the names of its special tokens by their ids."""
+
+    def __init__(self, text: str = "", records: Iterable[pb.TokenLogprob] = (), names: Mapping[int, str] = MappingProxyType({})) -> None:
+        self.text, self.records, self.names = text, list(records), names
+
+
+class TextLogprobs:
+    """The logprobs objects of one choice of a completion, piece by piece: knows where in the choice's text its next token begins.
+
+    The bytes of an unfinished character count with the token that ends it. A special token of the prompt is shown where its name
+    stands in the text, and empty elsewhere. A space that a tokenizer puts before a text counts for nothing."""
+
+    def __init__(self, echo: Echo) -> None:
+        self._echo = echo
+        self._offset = 0 if echo.records else len(echo.text)
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of_prompt(self) -> dict[str, Any] | None:
+        """Of the tokens that are repeated; None where none were asked for."""
+        return self.of(self._echo.records)
+
+    def of(self, records: Sequence[pb.TokenLogprob]) -> dict[str, Any] | None:
+        """Of the next tokens; None where none were asked for."""
+        if not records:
+            return None
+        tokens, tops, offsets = [], [], []
+        for record in records:
+            offsets.append(self._offset)
+            tokens.append(self._shown(record))
+            tops.append({self._shown(one): one.logprob for one in reversed(record.top)} or None)  # of equals the likeliest is told
+            text = self._characters.decode(record.token_bytes) if record.token_bytes else tokens[-1]
+            self._offset += len(text) - (self._offset == 0 and text[:1] == " " and self._echo.text[:1] not in ("", " "))
+        values = [record.logprob if record.HasField("logprob") else None for record in records]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _shown(self, record: pb.TokenLogprob | pb.AlternativeToken) -> str:
+        name = "" if record.token_bytes else self._echo.names.get(record.token_id, "")
+        return name if name and self._echo.text.startswith(name, self._offset) else _shown(record.token_bytes)
+
+
+def joined(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Two logprobs objects of one choice as one."""
+    if one is None or other is None:
+        return other if one is None else one
+    return {key: one[key] + other[key] for key in one}
+
+
+def without_output(answer: pb.GenerateResponse) -> pb.GenerateResponse:
+    """An answer of which the prompt alone was wanted."""
+    answer.usage.output_tokens = 0
+    ends = [pb.GeneratedSequence(sequence_index=one.sequence_index, reason=pb.FINISH_REASON_LENGTH) for one in answer.sequences]
+    del answer.sequences[:]
+    answer.sequences.extend(ends)
+    return answer
+
+
+async def events_without_output(events: AsyncIterable[pb.StreamEvent]) -> AsyncIterator[pb.StreamEvent]:
+    """The same, of a stream. Raises RpcError."""
+    async for event in events:
+        kind = event.WhichOneof("event")
+        if kind == "sequence_finished":
+            end = pb.SequenceFinishedEvent(sequence_index=event.sequence_finished.sequence_index, reason=pb.FINISH_REASON_LENGTH)
+            event.sequence_finished.CopyFrom(end)
+        elif kind == "completed":
+            event.completed.usage.output_tokens = 0
+        if kind != "tokens":
+            yield event
 
 
 def tool_calls(calls: Sequence[pb.ToolCall]) -> list[dict[str, Any]]:
@@ -93,13 +151,11 @@ def chat_choice(sequence: pb.GeneratedSequence, with_ids: bool) -> dict[str, Any
     return choice | ({"token_ids": list(sequence.token_ids)} if with_ids else {})
 
 
-def text_choice(
-    sequence: pb.GeneratedSequence, index: int, echoed: str, prompt_records: Sequence[pb.TokenLogprob], with_ids: bool
-) -> dict[str, Any]:
-    """One choice of a whole completion. echoed: the prompt's text, where it is to be repeated; prompt_records: its log-probabilities."""
-    records = [*prompt_records, *sequence.logprobs]
+def text_choice(sequence: pb.GeneratedSequence, index: int, echo: Echo, with_ids: bool) -> dict[str, Any]:
+    """One choice of a whole completion. echo: what it repeats of the prompt."""
+    logprobs = TextLogprobs(echo)
     choice = {
-        "index": index, "text": echoed + sequence.text, "logprobs": text_logprobs(records, 0 if prompt_records else len(echoed)),
+        "index": index, "text": echo.text + sequence.text, "logprobs": joined(logprobs.of_prompt(), logprobs.of(sequence.logprobs)),
         "finish_reason": finish_reason(sequence.reason, False), "stop_reason": stop_reason(sequence),
     }
     return choice | ({"token_ids": list(sequence.token_ids)} if with_ids else {})

@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from pagecast_scheduler.gateway import answers, chunks, schema, translate
 from pagecast_scheduler.gateway.backend import Backend, Metadata
 from pagecast_scheduler.gateway.errors import BadBody, Faults, body, faults_of, of_rpc
 from pagecast_scheduler.gateway.merge import merged
+from pagecast_scheduler.gateway.prompts import Prompts
 from pagecast_scheduler.gateway.remainder import remainder
 
 log = structlog.get_logger("pagecast.gateway")
@@ -103,17 +105,16 @@ class Gateway:
 
     async def completion(self, request: Request, asked: schema.CompletionRequest) -> Response:
         """POST /v1/completions."""
-        specs, metadata = await self._specs(request, asked, Faults()), caller(request)
+        prompts = Prompts(self._backend, asked, await self._specs(request, asked, Faults()), caller(request))
         made = f"cmpl-{secrets.token_hex(12)}"
-        echoed = [await self._echoed(spec, metadata) if asked.echo else "" for spec in specs]
         if asked.stream:
-            return await self._streamed_completion(request, asked, specs, echoed, made)
-        calls = asyncio.gather(*(self._backend.generate(spec, _numbered(metadata, i)) for i, spec in enumerate(specs)))
-        found = await while_connected(request, calls)
-        choices = []
-        for answer, text in zip(found, echoed, strict=True):
+            return await self._streamed_completion(request, asked, prompts, made)
+        found = await while_connected(request, prompts.whole())
+        choices: list[dict[str, Any]] = []
+        for number, answer in enumerate(found):
+            echo = await prompts.echo(number, answer.prompt_logprobs)
             for sequence in answer.sequences:
-                choices.append(answers.text_choice(sequence, len(choices), text, answer.prompt_logprobs, bool(asked.return_token_ids)))
+                choices.append(answers.text_choice(sequence, len(choices), echo, bool(asked.return_token_ids)))
         base = _base(made, "text_completion", found[0].model)
         return JSONResponse(base | {"choices": choices, "usage": answers.usage(answer.usage for answer in found)})
 
@@ -162,23 +163,25 @@ class Gateway:
         request.state.names = names
         if found:
             refusals = asyncio.gather(*(self._backend.refusal(spec, caller(request)) for spec in specs))
-            for error in await while_connected(request, refusals):
-                if error is not None:
+            errors = {i: error for i, error in enumerate(await while_connected(request, refusals)) if error is not None}
+            if isinstance(asked, schema.CompletionRequest) and asked.has_numbers:
+                found.add_refusals(errors, len(specs))
+            else:
+                for error in errors.values():
                     found.add_refusal(error, names)
         found.refuse()
         return specs
 
     async def _streamed_completion(
-        self, request: Request, asked: schema.CompletionRequest, specs: list[pb.GenerationSpec], echoed: list[str], made: str
+        self, request: Request, asked: schema.CompletionRequest, prompts: Prompts, made: str
     ) -> Response:
-        metadata = caller(request)
-        opened = await while_connected(request, self._open_all(specs, metadata))
+        opened = await while_connected(request, prompts.streams())
         writer = chunks.ChunkWriter(
             _base(made, "text_completion", opened[0].first.accepted.model), asked.stream_options, bool(asked.return_token_ids)
         )
         count = asked.n or 1
-        pairs = enumerate(zip(opened, echoed, strict=True))
-        parts = [chunks.CompletionPart(stream, writer, i * count, text) for i, (stream, text) in pairs]
+        events = [answers.events_without_output(stream) if asked.is_scoring else stream for stream in opened]
+        parts = [chunks.CompletionPart(one, writer, i * count, partial(prompts.echo, i)) for i, one in enumerate(events)]
 
         async def frames() -> AsyncIterator[bytes]:
             try:
@@ -192,28 +195,6 @@ class Gateway:
                     stream.close()
 
         return _events(frames())
-
-    async def _open_all(self, specs: list[pb.GenerationSpec], metadata: Metadata) -> list[Any]:
-        """A begun stream for each spec, or none and the first error."""
-        asked = [self._backend.stream(spec, _numbered(metadata, i)) for i, spec in enumerate(specs)]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        failed = [one for one in found if isinstance(one, BaseException)]
-        if failed:
-            for one in found:
-                if not isinstance(one, BaseException):
-                    one.close()
-            raise failed[0]
-        return found
-
-    async def _echoed(self, spec: pb.GenerationSpec, metadata: Metadata) -> str:
-        if spec.WhichOneof("input") == "prompt_text":
-            return spec.prompt_text
-        return await self._backend.detokenize(spec.prompt_token_ids.ids, spec.model, metadata)
-
-
-def _numbered(metadata: Metadata, index: int) -> Metadata:
-    """Request ids of the later prompts of one body: the id is unique among a caller's live requests."""
-    return metadata if index == 0 else tuple((k, f"{v[:120]}-{index}" if k == "x-request-id" else v) for k, v in metadata)
 
 
 def _base(made: str, kind: str, model: str) -> dict[str, Any]:
@@ -295,7 +276,7 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
 
     @app.exception_handler(BadBody)
     async def bad(_: Request, error: BadBody) -> Response:
-        return JSONResponse(body(str(error), "invalid_request_error", error.param), 400)
+        return JSONResponse(body(str(error), "invalid_request_error", error.param, error.code), 400)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

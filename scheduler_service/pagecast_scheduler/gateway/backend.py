@@ -122,6 +122,12 @@ class Backend:
         request = tokenizer_pb2.RenderChatRequest(model=model, chat=chat)
         return list((await self._ask(lambda e: e.tokenizer.RenderChat(request, metadata=metadata))).token_ids)
 
+    async def room(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> int:
+        """How many tokens of output a spec's text or token ids leave room for; 0 or less: none. Raises RpcError."""
+        request = tokenizer_pb2.CountTokensRequest(model=spec.model, text=spec.prompt_text)
+        answer = await self._ask(lambda e: e.tokenizer.CountTokens(request, metadata=metadata))
+        return int(answer.max_model_len) - (len(spec.prompt_token_ids.ids) or int(answer.num_tokens))
+
     async def models(self, metadata: Metadata) -> list[model_pb2.Model]:
         request = model_pb2.ListModelsRequest()
         return list((await self._ask(lambda e: e.models.ListModels(request, metadata=metadata))).models)

@@ -1,7 +1,7 @@
 """Streams of OpenAI's chunks from streams of our events, as server-sent events."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from pagecast.errors import RpcError
@@ -10,6 +10,8 @@ from pagecast_scheduler.gateway import answers
 from pagecast_scheduler.gateway.backend import EventStream
 from pagecast_scheduler.gateway.errors import of_rpc
 from pagecast_scheduler.gateway.schema import StreamOptions
+
+Echoed = Callable[[Sequence[pb.TokenLogprob]], Awaitable[answers.Echo]]
 
 DONE = b"data: [DONE]\n\n"
 QUIET = b": still working\n\n"
@@ -97,51 +99,54 @@ async def chat_chunks(stream: EventStream, writer: ChunkWriter) -> AsyncIterator
 
 
 class CompletionPart:
-    """One prompt's part of a streamed completion. first_index: the index of its first choice. echoed: its text, if to be repeated."""
+    """One prompt's part of a streamed completion. first_index: the index of its first choice. echoed: makes what its choices repeat of the
+    prompt, from log-probabilities if there are any; raises RpcError."""
 
-    def __init__(self, stream: EventStream, writer: ChunkWriter, first_index: int, echoed: str) -> None:
-        self._stream = stream
+    def __init__(self, events: AsyncIterable[pb.StreamEvent], writer: ChunkWriter, first_index: int, echoed: Echoed) -> None:
+        self._events = events
         self._writer = writer
         self._first_index = first_index
         self._echoed = echoed
         self._prompt_records: list[pb.TokenLogprob] = []
-        self._lengths: dict[int, int] = {}
+        self._echo: answers.Echo | None = None
+        self._logprobs: dict[int, answers.TextLogprobs] = {}
         self.usage = pb.Usage()
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Raises RpcError."""
-        try:
-            async for event in self._stream:
-                kind = event.WhichOneof("event")
-                if kind == "accepted":
-                    self._writer.note_accepted(event.accepted)
-                elif kind == "prompt":
-                    self._prompt_records.extend(event.prompt.logprobs)
-                elif kind == "tokens":
-                    yield self._tokens_chunk(event.tokens)
-                elif kind == "progress":
-                    yield QUIET
-                elif kind == "sequence_finished":
-                    yield self._end_chunk(event.sequence_finished)
-                elif kind == "completed":
-                    self.usage = event.completed.usage
-        finally:
-            self._stream.close()
+        async for event in self._events:
+            kind = event.WhichOneof("event")
+            if kind == "accepted":
+                self._writer.note_accepted(event.accepted)
+            elif kind == "prompt":
+                self._prompt_records.extend(event.prompt.logprobs)
+            elif kind == "tokens":
+                yield await self._tokens_chunk(event.tokens)
+            elif kind == "progress":
+                yield QUIET
+            elif kind == "sequence_finished":
+                yield await self._end_chunk(event.sequence_finished)
+            elif kind == "completed":
+                self.usage = event.completed.usage
 
-    def _tokens_chunk(self, event: pb.TokensEvent) -> bytes:
-        index, text = event.sequence_index, event.text
-        records: list[pb.TokenLogprob] = list(event.logprobs)
-        if index not in self._lengths:
-            self._lengths[index] = 0 if self._prompt_records else len(self._echoed)
-            text = self._echoed + text
-            records = self._prompt_records + records
-        logprobs = answers.text_logprobs(records, self._lengths[index])
-        self._lengths[index] += len(text)
-        return self._writer.chunk([self._writer.choice(self._first_index + index, {"text": text}, logprobs, event.token_ids)])
+    async def _beginning(self, index: int) -> tuple[str, dict[str, Any] | None]:
+        """What stands before an output in its first chunk: text and its log-probabilities. Nothing in later ones."""
+        if index in self._logprobs:
+            return "", None
+        if self._echo is None:
+            self._echo = await self._echoed(self._prompt_records)
+        self._logprobs[index] = answers.TextLogprobs(self._echo)
+        return self._echo.text, self._logprobs[index].of_prompt()
 
-    def _end_chunk(self, end: pb.SequenceFinishedEvent) -> bytes:
-        echoed = "" if end.sequence_index in self._lengths else self._echoed  # an output without a token
+    async def _tokens_chunk(self, event: pb.TokensEvent) -> bytes:
+        index = event.sequence_index
+        text, before = await self._beginning(index)
+        logprobs = answers.joined(before, self._logprobs[index].of(event.logprobs))
+        return self._writer.chunk([self._writer.choice(self._first_index + index, {"text": text + event.text}, logprobs, event.token_ids)])
+
+    async def _end_chunk(self, end: pb.SequenceFinishedEvent) -> bytes:
+        text, logprobs = await self._beginning(end.sequence_index)  # of an output without a token
         return self._writer.chunk([{
-            "index": self._first_index + end.sequence_index, "text": echoed, "logprobs": None,
+            "index": self._first_index + end.sequence_index, "text": text, "logprobs": logprobs,
             "finish_reason": answers.finish_reason(end.reason, False), "stop_reason": answers.stop_reason(end),
         }])

@@ -1,6 +1,7 @@
 """From our statuses to OpenAI's error shape. One table; a body never holds more than the gRPC status said."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,7 @@ _PARAMS = {
     "spec.stopping.": "",
     "spec.prompt_text": "prompt",
     "spec.prompt_token_ids.ids": "prompt",
+    "spec.prompt_token_ids": "prompt",
     "spec.chat.": "",
     "spec.constraint.json_schema": "response_format.json_schema.schema",
     "spec.": "",
@@ -57,34 +59,44 @@ _MOST_PATH = 200
 """Characters of a field's path that are told: names of unknown fields are the caller's own."""
 
 
-class Faults(list[tuple[str, str | None]]):
-    """What is wrong with a body so far: each a sentence and the field at fault."""
+Fault = tuple[str, str | None]
+"""A sentence, and the field at fault."""
+
+
+class Faults(list[Fault]):
+    """What is wrong with a body so far."""
 
     def add(self, message: str, param: str | None = None) -> None:
         self.append((message, param))
 
     def add_refusal(self, error: RpcError, names: Mapping[str, str]) -> None:
         """What a front end says of its fields, but for those that have a fault already, or a part with one."""
-        violations = [v for v in error.violations if v.field != _OWN_FIELD]
-        told = [(_told(v, names), param_of(v.field, names)) for v in violations]
-        if not told and error.reason in _PARAM_OF_REASON:
-            told = [(error.message, _PARAM_OF_REASON[error.reason])]
-        known = [param for _, param in self if param is not None]
-        self.extend((text, param) for text, param in told if not any(_is_within(param, one) or _is_within(one, param) for one in known))
+        self.extend(self._unknown(_said(error, names)))
 
-    def refuse(self) -> None:
+    def add_refusals(self, errors: Mapping[int, RpcError], num_prompts: int) -> None:
+        """The same for the prompts of one body, by their numbers. What is said of every prompt is told once."""
+        said = {number: _said(error, {}) for number, error in errors.items()}
+        times = Counter(fault for faults in said.values() for fault in faults)
+        found = dict.fromkeys(_numbered(fault, number, times[fault] < num_prompts) for number, faults in said.items() for fault in faults)
+        self.extend(self._unknown(found))
+
+    def refuse(self, code: str | None = None) -> None:
         """Raises BadBody if anything was found."""
         if self:
-            raise BadBody(self)
+            raise BadBody(self, code)
+
+    def _unknown(self, faults: Iterable[Fault]) -> list[Fault]:
+        known = [param for _, param in self if param is not None]
+        return [fault for fault in faults if fault[1] is None or not any(_are_one(fault[1], one) for one in known)]
 
 
 class BadBody(Exception):
-    """A body that cannot become a request. str() has every fault; param: the first field at fault."""
+    """A body that cannot become a request. str() has every fault; param: the first field at fault; code: OpenAI's word for it, if any."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Faults, code: str | None = None) -> None:
         more = [f"{len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
         super().__init__("; ".join([*(message for message, _ in faults[:MOST_FAULTS]), *more]))
-        self.param = faults[0][1]
+        self.param, self.code = faults[0][1], code
 
 
 def param_of(path: str, names: Mapping[str, str]) -> str:
@@ -96,14 +108,36 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
     return path
 
 
+def _said(error: RpcError, names: Mapping[str, str]) -> list[Fault]:
+    """What a front end says of a body's fields."""
+    told: list[Fault] = [(_told(v, names), param_of(v.field, names)) for v in error.violations if v.field != _OWN_FIELD]
+    if not told and error.reason in _PARAM_OF_REASON:
+        told.append((error.message, _PARAM_OF_REASON[error.reason]))
+    return told
+
+
+def _numbered(fault: Fault, number: int, is_its_own: bool) -> Fault:
+    """A fault of the prompt with this number in a list. is_its_own: others have not the same one."""
+    text, param = fault
+    if param is not None and _is_within(param, "prompt"):
+        place = f"prompt[{number}]"
+        return place + text.removeprefix("prompt"), place + param.removeprefix("prompt")
+    return (f"prompt[{number}]: {text}" if is_its_own else text), param
+
+
 def _told(violation: FieldViolation, names: Mapping[str, str]) -> str:
     """A sentence whose subject is the field, unless the description has one of its own."""
-    between = ": " if violation.description.startswith(("the ", "keyword ", "$ref ")) else " "
+    between = ": " if violation.description.startswith(("the ", "prompt of ", "keyword ", "$ref ")) else " "
     return f"{param_of(violation.field, names)}{between}{violation.description}"
 
 
 def _is_within(path: str, whole: str) -> bool:
     return path == whole or path.startswith((f"{whole}.", f"{whole}["))
+
+
+def _are_one(path: str, other: str) -> bool:
+    """Whether one field holds the other. A list of prompts can be too long and hold a bad one besides."""
+    return (_is_within(path, other) and (other != "prompt" or path == other)) or _is_within(other, path)
 
 
 def faults_of(errors: Sequence[Mapping[str, Any]]) -> Faults:

@@ -33,6 +33,8 @@ def remainder(given: Any, errors: Sequence[Mapping[str, Any]], kind: type[T]) ->
             _take_out(given, place)
         elif place[:1] == ("messages",) and len(place) > 1:
             _mend_message(given["messages"], place[1:])
+        elif place[:1] in (("prompt",), ("tokens",)) and isinstance(place[-1], int):
+            _mend_prompt(given[place[0]], place[1:])
         elif place:
             given.pop(place[0], None)
             given.pop(_GO_WITH.get(place[0]), None)
@@ -51,6 +53,15 @@ def _take_out(node: Any, place: Sequence[int | str]) -> None:
             node = node[step]
     if isinstance(node, dict):
         node.pop(place[-1], None)
+
+
+def _mend_prompt(prompt: list[Any], place: Sequence[int | str]) -> None:
+    """Puts something in the place of a prompt, or of a token id of one; the others keep their numbers."""
+    steps = [step for step in place if isinstance(step, int)]
+    if len(steps) == 2:
+        prompt[steps[0]][steps[1]] = 0
+    else:
+        prompt[steps[0]] = {"Texts": "-", "Lists": [0]}.get(str(place[0]), 0)
 
 
 def _mend_message(messages: Any, place: Sequence[int | str]) -> None:

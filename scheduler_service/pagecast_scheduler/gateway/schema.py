@@ -6,7 +6,7 @@ cannot change an answer (who asks, how a provider bills, what it stores) are tak
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag
 
 Unsigned32 = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -63,15 +63,51 @@ class Generation(_Body):
     prompt_cache_retention: str | None = None
 
 
-class CompletionRequest(Generation):
-    """POST /v1/completions. prompt: a text, several, the token ids of one, or of several."""
+def _kind_of_prompt(given: Any) -> str | None:
+    """The alternative that a prompt is read as: faults are told of what it holds, not of every kind that it is not."""
+    if isinstance(given, str):
+        return "Text"
+    if not isinstance(given, list):
+        return None
+    first = given[0] if given else ""
+    return "Lists" if isinstance(first, list) else "Ids" if isinstance(first, int) else "Texts"
 
-    prompt: str | list[str] | list[Unsigned32] | list[list[Unsigned32]]
+
+Prompt = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[list[str], Tag("Texts")] | Annotated[list[Unsigned32], Tag("Ids")]
+    | Annotated[list[list[Unsigned32]], Tag("Lists")],
+    Discriminator(
+        _kind_of_prompt, custom_error_type="prompt",
+        custom_error_message="Input should be a text, several texts, the token ids of one prompt, or of several",
+    ),
+]  # fmt: skip
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions. prompt: a text, several, the token ids of one, or of several. max_tokens: 0 with echo gives the prompt alone;
+    where it is not given it is 16, or more for min_tokens, or less for want of room."""
+
+    prompt: Prompt
     max_tokens: Unsigned32 | None = 16
     logprobs: Unsigned32 | None = None
     echo: StrictBool = False
     suffix: None = None
     best_of: Unsigned32 | None = None
+
+    @property
+    def has_own_limit(self) -> bool:
+        """Whether the caller said how long an output may be."""
+        return "max_tokens" in self.model_fields_set
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the prompt is all that is wanted, with its log-probabilities if at all."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the prompt is a list of prompts, which are told apart by their numbers."""
+        return isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
 
 
 class TextPart(_Body):

@@ -13,12 +13,18 @@ from pagecast_scheduler.gateway.errors import Faults
 MAX_PROMPTS = 128
 """Prompts of one completion request; each becomes a request of its own."""
 
+DEFAULT_OUTPUT_TOKENS = 16
+"""Of a completion whose caller names no limit, as far as there is room. A chat's is all the room."""
+
 _MEDIA = ("image_url", "input_audio", "audio", "video_url", "file", "image", "refusal")
 
 
 def specs_of(body: schema.Generation, found: Faults) -> list[pb.GenerationSpec]:
     """One spec for each prompt. What is wrong is added to `found`, and left out."""
-    return [_chat_spec(body, found)] if isinstance(body, schema.ChatCompletionRequest) else _completion_specs(body, found)
+    if isinstance(body, schema.CompletionRequest):
+        return _completion_specs(body, found)
+    assert isinstance(body, schema.ChatCompletionRequest)
+    return [_chat_spec(body, found)]
 
 
 def names_of(body: schema.Generation) -> dict[str, str]:
@@ -29,10 +35,14 @@ def names_of(body: schema.Generation) -> dict[str, str]:
     return {"logprobs": "top_logprobs"} | limit
 
 
-def _completion_specs(body: Any, found: Faults) -> list[pb.GenerationSpec]:
+def _completion_specs(body: schema.CompletionRequest, found: Faults) -> list[pb.GenerationSpec]:
     if body.best_of is not None and body.best_of != (body.n or 1):
         found.add("best_of must equal n: every output that is generated is returned", "best_of")
-    prompts, base = _prompts(body.prompt, found), _spec(body, found)
+    if body.is_scoring and body.min_tokens:
+        found.add(f"min_tokens must be at most max_tokens 0, not {body.min_tokens}", "min_tokens")
+    prompts, base = _prompts(body, found), _spec(body, found)
+    if body.has_own_limit or not found:  # front ends that are asked for more faults are to find none in what nobody said
+        _limit(base, _output_tokens(body))
     specs = []
     for prompt in prompts:
         spec = pb.GenerationSpec()
@@ -42,7 +52,6 @@ def _completion_specs(body: Any, found: Faults) -> list[pb.GenerationSpec]:
         else:
             spec.prompt_token_ids.ids.extend(prompt)
             spec.prompt_token_ids.SetInParent()
-        _limit(spec, body.max_tokens)
         if body.logprobs is not None:
             spec.output.logprobs.top_n = body.logprobs
             if body.echo:
@@ -141,10 +150,16 @@ def _copy(body: schema.Generation, sampling: pb.SamplingOptions, names: Sequence
             setattr(sampling, name, value)
 
 
-def _prompts(prompt: Any, found: Faults) -> list[Any]:
+def _output_tokens(body: schema.CompletionRequest) -> int | None:
+    """The limit to ask for: one token for scoring, which is then left out; without the caller's word, what OpenAI's is."""
+    if body.is_scoring:
+        return 1
+    return body.max_tokens if body.has_own_limit else max(DEFAULT_OUTPUT_TOKENS, body.min_tokens or 0)
+
+
+def _prompts(body: schema.CompletionRequest, found: Faults) -> list[Any]:
     """The prompts of a completion request, one entry each; at least one, and no more than are allowed."""
-    one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-    prompts = [prompt] if one else list(prompt)
+    prompts: list[Any] = list(body.prompt) if body.has_numbers else [body.prompt]
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         found.add(f"prompt must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}", "prompt")
     return prompts[:MAX_PROMPTS] or ["-"]
