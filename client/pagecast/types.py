@@ -316,8 +316,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an instance is. kv_utilization: referenced share of the block pool, 0 to 1. device_us: microseconds that steps have taken
-    on the device of rank 0."""
+    """How busy an instance is; docs/reference.md has every field of GetLoadResponse. num_running, num_waiting: sequences. kv_utilization:
+    referenced share of the block pool, 0 to 1. The rest counts from the scheduler's start on; device_us: microseconds that steps have
+    taken on the device of rank 0."""
 
     instance_id: str
     epoch: int

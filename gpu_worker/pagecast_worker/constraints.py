@@ -44,7 +44,8 @@ _log = structlog.get_logger(__name__)
 class Follower:
     """One constrained row's matcher. stops: the row's stop ids. ends: the model's end tokens, which end it whether among them or not.
     ended: an end token was chosen, or the row is dead: whatever comes is meaningless. ahead: forced tokens that the matcher has taken and
-    the row has not; until they are used up each is the only one allowed. tells: the scheduler may have the row jump over them."""
+    the row has not; until they are used up each is the only one allowed. tells: the scheduler may have the row jump over them; told: it
+    has been told of all that are ahead."""
 
     matcher: LLMatcher | None
     stops: frozenset[int]

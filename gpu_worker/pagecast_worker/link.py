@@ -20,7 +20,7 @@ from pagecast_wire.codec import WIRE_DIGEST, WIRE_VERSION, WireError, decode, en
 from pagecast_wire.host import pid_namespace
 from pagecast_wire.intake import HelloWanted, ModelFacts
 from pagecast_wire.keys import read_rank_keys
-from pagecast_wire.plan import GroupFormed, PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.plan import GroupFormed, StopWorker, ToWorker
 from pagecast_wire.result import GroupJoin, Heartbeat, WorkerHello
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError, Stopped
@@ -88,9 +88,6 @@ class Completed:
 
     epoch: int = 0
     step: int = 0
-
-
-FromScheduler = StartEpoch | StepPlan | PrepareConstraint | StopWorker | HelloWanted | GroupFormed
 
 
 class Link:
@@ -211,10 +208,10 @@ class Link:
     def send(self, message: msgspec.Struct) -> None:
         self.socket.send(encode(message))
 
-    def receive(self) -> list[FromScheduler]:
+    def receive(self) -> list[ToWorker]:
         """Everything that has arrived, in order; several wishes for a hello count as one. A malformed message is dropped: if it
         was a plan, the next one shows the gap."""
-        messages: list[FromScheduler] = []
+        messages: list[ToWorker] = []
         wanted = HelloWanted(scheduler_incarnation="") if self.HELLO in self._drain_wake() else None
         while (data := self._receive()) is not None:
             try:
@@ -285,7 +282,7 @@ class Link:
             pass  # the loop has enough to wake up for
 
 
-def _decoded(data: bytes) -> FromScheduler | None:
+def _decoded(data: bytes) -> ToWorker | None:
     try:
         return decode(data, "to_worker")  # type: ignore[no-any-return]
     except WireError:

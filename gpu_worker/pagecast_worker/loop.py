@@ -14,11 +14,11 @@ import structlog
 import zmq
 
 from pagecast_wire.intake import HelloWanted
-from pagecast_wire.plan import LogLevel, PrepareConstraint, StartEpoch, StepPlan, StopWorker
+from pagecast_wire.plan import LogLevel, PrepareConstraint, StartEpoch, StepPlan, StopWorker, ToWorker
 from pagecast_wire.result import ConstraintPrepared, PlanGap, StepResult
 from pagecast_wire.sampling import ConstraintFault
 from pagecast_worker.executor import Executor
-from pagecast_worker.link import Completed, FromScheduler, Link, PlanOrder, Verdict
+from pagecast_worker.link import Completed, Link, PlanOrder, Verdict
 from pagecast_worker.logging import set_level
 
 _SHORTEST_NAP_S: Final = 20e-6
@@ -66,7 +66,7 @@ class Loop:
             self._send_answers()
             self._send_results()
 
-    def _handle(self, message: FromScheduler) -> None:
+    def _handle(self, message: ToWorker) -> None:
         match message:
             case StepPlan():
                 self._take(message)

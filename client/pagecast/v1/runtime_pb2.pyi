@@ -100,6 +100,8 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadResponse(_message.Message):
+    """Numbers of the whole replica, whichever front end is asked. From prefix_tokens_asked on they are totals since the scheduler began."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
@@ -121,21 +123,32 @@ class GetLoadResponse(_message.Message):
     DEVICE_US_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
+    """Number of the worker group's life; every loss of a worker ends one."""
     state: Global___ServingState.ValueType
     step: _builtins.int
+    """Newest step of the epoch whose tokens have come."""
     num_running: _builtins.int
+    """Sequences in the batch. A request has num_sequences of them."""
     num_waiting: _builtins.int
+    """Open sequences outside the batch: queued for the first time or again, paused, or until their constraint is compiled."""
     num_blocks: _builtins.int
+    """Blocks of the KV pool that can be allocated."""
     num_blocks_referenced: _builtins.int
     """Blocks that a live request holds; cached blocks that nobody holds count as free."""
     num_blocks_cached: _builtins.int
+    """Blocks that nobody holds and whose content the prefix cache can still find."""
     kv_utilization: _builtins.float
     """Referenced share of the pool, 0 to 1."""
     prefix_tokens_asked: _builtins.int
+    """Tokens of sequences that were looked up in the prefix cache as they entered the batch."""
     prefix_tokens_hit: _builtins.int
+    """Of those, the tokens that it had."""
     num_preemptions: _builtins.int
+    """Sequences sent back to the queue, for want of blocks above all."""
     num_recoveries: _builtins.int
+    """Worker groups that were lost, or restarted on an operator's word."""
     prompt_tokens: _builtins.int
+    """Tokens that prefill computed: those found in the cache are not among them, those computed again are."""
     output_tokens: _builtins.int
     device_us: _builtins.int
     """Microseconds that steps have taken on the device (of rank 0, if there are several). How much it grows in a second is how busy

@@ -25,7 +25,9 @@ from pagecast_wire.sampling import Constraint, ConstraintFault, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counters for EngineStatus. Blocks exclude the null block; the rest are sequences or tokens since the start."""
+    """Counters for EngineStatus. Blocks exclude the null block. num_waiting: open sequences that do not run, whatever for. From
+    prefix_tokens_asked on they count from the start: tokens, sequences preempted, and epochs that failed (num_recoveries); prompt_tokens
+    are those that prefill computed."""
 
     epoch: int
     step: int

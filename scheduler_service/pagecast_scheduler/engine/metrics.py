@@ -10,12 +10,12 @@ from pagecast_wire.sampling import FinishReason
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 _TOTALS = {
-    "prefix_tokens_asked": "Prompt tokens looked up in the prefix cache",
-    "prefix_tokens_hit": "Prompt tokens found in the prefix cache",
-    "num_preemptions": "Sequences sent back to the queue for want of blocks",
-    "num_recoveries": "Sequences carried over the loss of a worker group",
+    "prefix_tokens_asked": "Tokens of sequences looked up in the prefix cache as they entered the batch",
+    "prefix_tokens_hit": "Tokens found in the prefix cache",
+    "num_preemptions": "Sequences sent back to the queue, for want of blocks above all",
+    "num_recoveries": "Worker groups that were lost or restarted",
     "output_tokens": "Tokens sampled for requests",
-    "prompt_tokens": "Prompt tokens of admitted requests",
+    "prompt_tokens": "Tokens computed by prefill: without cache hits, with what is computed again",
     "forced_tokens": "Tokens of outputs that a constraint left no choice about, computed without being drawn",
 }
 
@@ -33,7 +33,7 @@ class Metrics:
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"pagecast_{name}_seconds", text, buckets=_SECONDS, registry=registry)
 
-        self._waiting = gauge("num_requests_waiting", "Accepted requests not yet scheduled")
+        self._waiting = gauge("num_requests_waiting", "Open sequences outside the running batch, those sent back to the queue included")
         self._running = gauge("num_requests_running", "Sequences in the running batch")
         self._kv_usage = gauge("kv_cache_usage", "Referenced blocks over all blocks, 0 to 1; cached unreferenced ones count as free")
         self._cached = gauge("kv_blocks_cached", "Unreferenced blocks with reusable content")
