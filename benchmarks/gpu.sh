@@ -27,7 +27,7 @@ limited() { # SECONDS, then a command of pagecast: interrupted then, so that it 
     timeout -s INT -k 30 "$seconds" "$PYTHON" -m pagecast.cli.main "${@:2}"
 }
 offline() { # SECONDS, SHAPE, then options and workloads
-    limited "$1" bench throughput --random-weights "$2" --repetitions "$REPETITIONS" --warmup 0 --json "$RESULTS" "${@:3}"
+    limited "$1" bench throughput --random-weights "$2" --repetitions "$REPETITIONS" --warmup 0 --results "$RESULTS" "${@:3}"
 }
 workloads() { printf -- '--workload %s ' "$@"; }
 LLAMA=$(workloads ${LLAMA:-single decode short prefix seed64 chat prefill})
@@ -44,11 +44,11 @@ part_beside8b() { offline 900 llama8b $BESIDE $LLAMA; }
 part_beside135m() { offline 600 smol135m $BESIDE $SMOL; }
 part_defaults() {
     limited 300 bench throughput --random-weights llama8b --peer vllm --peer-only --peer-defaults --workload chat --repetitions 1 --warmup 0 \
-        --json "$RESULTS"
+        --results "$RESULTS"
 }
 part_static() {
     limited 300 bench throughput --random-weights llama8b --peer transformers --gpu-memory-utilization 0.45 --workload seed64 --limit 64 \
-        --max-num-seqs 64 --repetitions 1 --warmup 0 --json "$RESULTS"
+        --max-num-seqs 64 --repetitions 1 --warmup 0 --results "$RESULTS"
 }
 # Other families. Of the mixture this GPU holds only one engine at a time; vLLM is not asked about the last.
 part_qwen25() { offline 600 qwen2.5-7b $BESIDE $MODELS; }
@@ -69,7 +69,7 @@ part_scale2() { ranks 200 llama8b 2 --workload uniform64 --workload decode; }
 part_ranks70b() { ranks 1200 llama70b 2 --workload decode --workload seed64 --peer vllm --in-turn; }
 part_startup() { # with kernels of its own, so that the first start is one
     TRITON_CACHE_DIR="$WORK/kernels" limited 400 bench startup --random-weights llama8b --checkpoint "$WORK/llama8b" --tokenizer "$TOKENIZER" \
-        --starts 3 --json "$RESULTS"
+        --starts 3 --results "$RESULTS"
 }
 part_quantized() { limited 900 bench quantized --parts 8b,vllm,memory,70b --repetitions "$REPETITIONS" --results "$RESULTS"; }
 
@@ -121,7 +121,7 @@ served() { # SHAPE, first of two ports, then options of `bench serve`, runs sepa
         local run=()
         while [ $# -gt 0 ] && [ "$1" != -- ]; do run+=("$1") && shift; done
         [ $# -gt 0 ] && shift
-        limited 180 bench serve --target "127.0.0.1:$port" --name "$shape" --repetitions "$REPETITIONS" --json "$RESULTS" "${beside[@]}" \
+        limited 180 bench serve --target "127.0.0.1:$port" --name "$shape" --repetitions "$REPETITIONS" --results "$RESULTS" "${beside[@]}" \
             "${run[@]}" || status=1
     done
     ended "$own"

@@ -32,11 +32,10 @@ def test_percentiles_interpolate() -> None:
 def test_a_result_tells_its_command_without_the_folders_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for given, told in (
-        (["throughput", "--workload", "chat", "--json", "/tmp/out"], "throughput --workload chat --json benchmarks/results"),
+        (["throughput", "--workload", "chat", "--results", "/tmp/out"], "throughput --workload chat --results benchmarks/results"),
         (["kernels", "--results=/root/out"], "kernels --results benchmarks/results"),
-        (["scheduler", "--results", "/x/r", "--json", "/x/s.json"], "scheduler --results benchmarks/results"),
-        (["startup", f"--json={tmp_path}/mine", "--checkpoint", "/tmp/tmp.9/llama8b"], "startup --json mine --checkpoint llama8b"),
-        (["serve", "--peer-url", "http://h:1/", "--name", "a b", "--json", "r"], "serve --peer-url http://h:1/ --name 'a b' --json r"),
+        (["startup", f"--results={tmp_path}/mine", "--checkpoint", "/tmp/tmp.9/llama8b"], "startup --results mine --checkpoint llama8b"),
+        (["serve", "--peer-url", "http://h/", "--name", "a b", "--results", "r"], "serve --peer-url http://h/ --name 'a b' --results r"),
     ):
         monkeypatch.setattr("sys.argv", ["pagecast", "bench", *given])
         path = results.write("out", "x", {"m": 1.0}, {})
@@ -158,7 +157,7 @@ def test_what_was_measured_before_an_end_is_written(
     monkeypatch.setattr(bench_throughput, "Peer", lambda *_: Counted("vllm", 4, end))
     parser = argparse.ArgumentParser()
     bench_throughput.add_arguments(parser)
-    line = "--workload single --workload decode --warmup 0 --peer vllm --in-turn --json"
+    line = "--workload single --workload decode --warmup 0 --peer vllm --in-turn --results"
     with pytest.raises(SystemExit, match="not all was measured"):
         bench_throughput.run(parser.parse_args([*line.split(), str(tmp_path)]))
     (record,) = results.read_all(str(tmp_path))
@@ -173,7 +172,7 @@ def test_a_workload_has_repetitions_of_its_own(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(bench_throughput, "Pagecast", lambda options: Counted("pagecast", 4, AssertionError("run once too often")))
     parser = argparse.ArgumentParser()
     bench_throughput.add_arguments(parser)
-    line = "--workload single --workload decode --warmup 0 --repetitions-of decode=1 --json"
+    line = "--workload single --workload decode --warmup 0 --repetitions-of decode=1 --results"
     assert bench_throughput.run(parser.parse_args([*line.split(), str(tmp_path)])) == 0
     assert "fewer than three repetitions of decode;" in capsys.readouterr().out
     for wrong in ("decode", "dance=1", "decode=0"):

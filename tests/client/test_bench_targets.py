@@ -4,18 +4,22 @@ that only notes what it was asked for, and each bench's own code names the metri
 import argparse
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from pagecast.bench import load
-from pagecast.cli import bench_serve, bench_startup, bench_throughput
+from pagecast.bench import load, results
+from pagecast.cli import bench, bench_serve, bench_startup, bench_throughput
 
 ROOT = Path(__file__).parents[2]
+RECORDS = results.read_all(str(ROOT / "benchmarks/results"))
 PARTS = (
     "beside8b", "beside135m", "defaults", "static", "startup", "servers8b", "servers135m", "ours8b", "ours135m", "invariant", "plans",
     "scale1", "scale2", "ranks70b",
@@ -90,3 +94,28 @@ def test_servers_without_a_peer_are_measured_alone_and_ended(commands: list[list
     runs = [words for kind, *words in commands if kind == "serve"]
     assert len(runs) == 3 and not any("--peer-url" in words for words in runs)
     assert {words[words.index("--name") + 1] for words in runs} == {"llama8b_text", "smol135m"}
+
+
+def module_of(kind: str) -> ModuleType:
+    return import_module(f"pagecast.cli.bench_{kind}")
+
+
+def test_every_measurement_that_writes_its_figures_is_told_where_by_one_option() -> None:
+    for kind in bench.names():
+        assert {flag for flag in flags_of(module_of(kind)) if flag in ("--json", "--output", "--results")} == {"--results"}, kind
+
+
+def flags_of(module: ModuleType) -> set[str]:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return {flag for action in parser._actions for flag in action.option_strings}
+
+
+def test_commands_of_recorded_figures_can_be_given_again() -> None:
+    targets = tomllib.loads((ROOT / "benchmarks/targets.toml").read_text())["target"]
+    recorded = {target["command"] for target in targets if "command" in target} | {record["command"] for record in RECORDS}
+    assert len(recorded) > 20
+    for command in recorded:
+        program, group, kind, *words = shlex.split(command)
+        assert (program, group) == ("pagecast", "bench")
+        parsed(module_of(kind), words)

@@ -11,7 +11,7 @@ from e2e.cli_server import pagecast
 def test_many_streams_and_stalled_readers_lose_nothing(tmp_path: Path) -> None:
     done = pagecast(
         "bench", "streams", "--streams", "300", "--seconds", "8", "--tokens", "60", "--stalled", "300", "--stalled-seconds", "5",
-        "--settle-seconds", "30", "--repetitions", "1", "--json", str(tmp_path),
+        "--settle-seconds", "30", "--repetitions", "1", "--results", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*-streams.json")

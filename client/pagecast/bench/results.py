@@ -68,7 +68,7 @@ def command_line(words: Sequence[str]) -> str:
     """The command with these arguments, as the reader of a result can give it.
 
     Paths below the working directory become relative; of others, which no other machine has, the last name stays. Results that went to
-    such a folder go to RESULTS, and a second file of figures that went there is left out.
+    such a folder go to RESULTS.
     """
     told: list[str] = []
     pieces = [word.split("=", 1) if re.match(r"--[a-z-]+=/", word) else [word] for word in words]
@@ -78,12 +78,8 @@ def command_line(words: Sequence[str]) -> str:
             told.append(word)
         elif path.is_relative_to(Path.cwd()):
             told.append(str(path.relative_to(Path.cwd())))
-        elif told[-1:] not in (["--json"], ["--results"]):
-            told.append(path.name)
-        elif path.suffix:
-            told.pop()
         else:
-            told.append(RESULTS)
+            told.append(RESULTS if told[-1:] == ["--results"] else path.name)
     return shlex.join(["pagecast", *told])
 
 

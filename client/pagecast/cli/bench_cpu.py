@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
     parser.add_argument("--tokens", type=Whole(2), default=64, metavar="N", help="output tokens of each request (default: %(default)s)")
     parser.add_argument("--repetitions", type=COUNT, default=3, metavar="N", help="rounds; the median counts (default: %(default)s)")
-    parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
+    parser.add_argument("--results", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 
 class Transformers:
@@ -76,7 +76,7 @@ def seconds(work: Callable[..., object], *arguments: Any) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     peer = Transformers(args.model)
     prompts = [peer.encode(f"A short article about {topic}.\n\nThe history of {topic} begins") for topic in TOPICS]
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
@@ -101,9 +101,9 @@ def report(args: argparse.Namespace, times: dict[str, list[float]], peer_dtype: 
     print(f"transformers, one request ({peer_dtype}): {rates['theirs_one']:7.1f} tokens/s")
     print(f"Pagecast, one request:               {rates['ours_one']:7.1f} tokens/s  {single:.2f} times transformers")
     print(f"Pagecast, {len(TOPICS)} requests at once:       {rates['ours_all']:7.1f} tokens/s  {batch:.2f} times transformers in sequence")
-    if args.json:
+    if args.results:
         metrics = {"cpu.single.ratio_transformers": round(single, 3), f"cpu.batch{len(TOPICS)}.ratio_transformers": round(batch, 3)}
         metrics |= {f"cpu.{name}.out_tok_s": round(rate, 1) for name, rate in rates.items()}
         details = {"runs_s": times, "peer_dtype": peer_dtype, "tokens": args.tokens, "model": models.display_name(args.model)}
-        print(f"written to {results.write(args.json, 'cpu', metrics, details)}")
+        print(f"written to {results.write(args.results, 'cpu', metrics, details)}")
     return 0

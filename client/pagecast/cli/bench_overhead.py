@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=COUNT, default=600, help="of `serve` (default: %(default)s)")
     parser.add_argument("--tokenizer", help="of `serve`: a model whose tokenizer makes the ids (default: bytes)")
     parser.add_argument("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a further serve option")
-    parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
+    parser.add_argument("--results", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 
 def children() -> dict[str, int]:
@@ -138,7 +138,7 @@ def measure(run: Round, repetitions: int) -> dict[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     metrics: dict[str, float] = {}
     for workload in args.workload or ["short", "chat", SERVE]:
         with served(args) if workload == SERVE else offline(args, workload) as one:
@@ -148,6 +148,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {name:<12} {figures[f'{name}.us_per_request']:8.0f} µs a request {figures[f'{name}.us_per_token']:7.2f} µs a token",
                   flush=True)
         metrics |= {f"overhead.{workload}.{name.replace(' ', '-')}": round(value, 2) for name, value in figures.items()}
-    if args.json:
-        print(f"written to {results.write(args.json, 'overhead', metrics, {'options': options_of(args)})}")
+    if args.results:
+        print(f"written to {results.write(args.results, 'overhead', metrics, {'options': options_of(args)})}")
     return 0

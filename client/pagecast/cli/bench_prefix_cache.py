@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-us", type=ANY_COUNT, default=5000, help="microseconds of a step (default: %(default)s)")
     parser.add_argument("--limit", type=COUNT, default=300, metavar="N", help="requests of the workload (default: %(default)s)")
     parser.add_argument("--repetitions", type=COUNT, default=6, metavar="N", help="timed rounds of each; the median counts")
-    parser.add_argument("--json", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
+    parser.add_argument("--results", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 
 def run(args: argparse.Namespace) -> int:
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     tokens = 0
     engines: dict[str, Pagecast] = {}
@@ -52,11 +52,11 @@ def report(args: argparse.Namespace, seconds: dict[str, list[float]], tokens: in
     cost = statistics.median(100 * (1 - b / a) for a, b in zip(seconds["true"], seconds["false"], strict=True))
     print(f"with prefix cache, no hits: {tokens / on:9.1f} tokens/s\nwithout prefix cache:       {tokens / off:9.1f} tokens/s")
     print(f"the cache costs {cost:.2f} % of throughput ({args.limit} chat requests, steps of {args.step_us} µs)")
-    if args.json:
+    if args.results:
         metrics = {
             "scheduler.prefix_cache_cost_percent": round(cost, 3), "scheduler.prefix_cache_on.out_tok_s": round(tokens / on, 1),
             "scheduler.prefix_cache_off.out_tok_s": round(tokens / off, 1),
         }  # fmt: skip
         details = {"runs_s": seconds, "step_us": args.step_us, "requests": args.limit}
-        print(f"written to {results.write(args.json, 'prefix-cache', metrics, details)}")
+        print(f"written to {results.write(args.results, 'prefix-cache', metrics, details)}")
     return 0

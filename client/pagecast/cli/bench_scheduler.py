@@ -6,7 +6,6 @@ Every figure is the best of several rounds of a mean over many steps, because ot
 import argparse
 import hashlib
 import importlib.util
-import json
 import sys
 import types
 from collections import deque
@@ -26,16 +25,14 @@ PROMPT = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     parser.add_argument("--ranks", type=ANY_COUNT, default=8, help="oracle ranks of the measured link; 0 leaves it out (default: 8)")
     parser.add_argument("--nano-vllm", metavar="FOLDER", help="a checkout of GeeeekExplorer/nano-vllm to measure in the same run")
-    parser.add_argument("--results", metavar="FOLDER", help="also write a result file for `pagecast bench report` there")
+    parser.add_argument("--results", metavar="FOLDER", help="write the result there too, e.g. benchmarks/results")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write --json if given. Returns the exit code."""
+    """Measure, print, and write --results if given. Returns the exit code."""
     results.check_folder(args.results)
-    results.check_file(args.json)
     if args.nano_vllm is not None and not Path(args.nano_vllm, "nanovllm").is_dir():
         raise results.CannotWrite(f"--nano-vllm {args.nano_vllm} is no checkout of nano-vllm")
     report: dict[str, Any] = {"decode_step_us": {}, "plan_bytes": {}}
@@ -60,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
         ratio = theirs / report["decode_step_us"]["256"]
         report["nano_vllm_step_us"], report["nano_vllm_ratio"] = {"256": round(theirs, 1)}, round(ratio, 1)
         print(f"nano-vllm, schedule, postprocess and what its engine collects, 256 running: {theirs:.1f} µs, {ratio:.1f} times ours")
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.results:
         print(f"written to {results.write(args.results, 'scheduler', metrics_of(report), {})}")
     return 0

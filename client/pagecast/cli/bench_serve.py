@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=COUNT, default=3, help="of every rate and server; the median counts")
     parser.add_argument("--ttft-limit-ms", type=Number(above=0), help="goodput counts requests within this")
     parser.add_argument("--tpot-limit-ms", type=Number(above=0), help="and this")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
     parser.add_argument("--plot", metavar="FILE.png", help="draw latency against rate")
     parser.set_defaults(usage_error=parser.error)
 
@@ -115,14 +115,14 @@ def plot(path: str, points: list[tuple[float | None, dict[str, dict[str, Any]]]]
 def run(args: argparse.Namespace) -> int:
     if args.peer_only and args.peer_url is None:
         args.usage_error("--peer-only needs --peer-url")
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     results.check_file(args.plot)
     if not args.peer_only:
         with Client(args.target) as client:
             client.health(timeout=10.0)  # or it is said why there is none, not by every request
     points = measure_all(args)
     details = {"points": [{"rate": rate, "engines": row} for rate, row in points]}
-    path = results.write(args.json, f"serve-{args.name}", metrics_of(args.name, points), details)
+    path = results.write(args.results, f"serve-{args.name}", metrics_of(args.name, points), details)
     if args.plot:
         plot(args.plot, points)
     print(f"written to {path}")

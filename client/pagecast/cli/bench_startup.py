@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="start from safetensors files of the shape in FOLDER, written there first if they are missing (8B: 16 GB)")
     parser.add_argument("--tokenizer", default=DEFAULT_MODEL, metavar="MODEL", help="for --checkpoint, which has none; the prompt is ids")
     parser.add_argument("--starts", type=COUNT, default=2, help="the first fills the kernel cache; of several the last is the warm one")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file and the processes' log go")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file and the processes' log go")
     parser.set_defaults(usage_error=parser.error)
 
 
@@ -120,10 +120,10 @@ def metrics_of(name: str, starts: list[dict[str, Any]]) -> dict[str, float]:
 def run(args: argparse.Namespace) -> int:
     if args.checkpoint and not args.random_weights:
         args.usage_error("--checkpoint needs --random-weights")
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     name = args.random_weights or args.model
     starts = []
-    with tempfile.TemporaryDirectory() as folder, (Path(args.json) / f"startup-{name}.log").open("w") as log:
+    with tempfile.TemporaryDirectory() as folder, (Path(args.results) / f"startup-{name}.log").open("w") as log:
         if args.checkpoint:
             make_checkpoint(args.checkpoint, name)
             model = {"model": args.checkpoint, "tokenizer": args.tokenizer}
@@ -134,5 +134,5 @@ def run(args: argparse.Namespace) -> int:
             starts.append(asdict(start))
             print(f"start {number + 1}: serving after {start.serving_s} s, first token after {start.first_token_s} s; rank 0: "
                   + ", ".join(f"{phase} {seconds} s" for phase, seconds in start.phases.items()), flush=True)
-    print(f"written to {results.write(args.json, f'startup-{name}', metrics_of(name, starts), {'starts': starts})}")
+    print(f"written to {results.write(args.results, f'startup-{name}', metrics_of(name, starts), {'starts': starts})}")
     return 0

@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stalled-seconds", type=SECONDS, default=20.0, help="for how long, with and without them (default: %(default)s)")
     parser.add_argument("--settle-seconds", type=SECONDS, default=40.0, help="until every stalled reader is paused (default: %(default)s)")
     parser.add_argument("--repetitions", type=COUNT, default=3, help="of the comparison; the median counts (default: %(default)s)")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
 
 
 def run(args: argparse.Namespace) -> int:
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     from pagecast import cluster
     from pagecast_scheduler.launch.events import ChildStarted, Event
 
@@ -49,7 +49,7 @@ async def measure(args: argparse.Namespace, target: str, process: crowd.Process)
         more, lost_beside = await measure_stalled(args, target, process)
         metrics |= more
         lost += lost_beside
-    path = results.write(args.json, "streams", metrics, {"lost": lost[:20]})
+    path = results.write(args.results, "streams", metrics, {"lost": lost[:20]})
     print(f"written to {path}")
     return 1 if lost else 0
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, workload: str = "chat") -> No
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, help="GPUs of each engine")
     parser.add_argument("--peer-only", action="store_true", help="measure only the peer")
     parser.add_argument("--set", type=assignment, action="append", default=[], metavar="NAME=VALUE", help="a serve option of ours")
-    parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
+    parser.add_argument("--results", default="benchmarks/results", metavar="FOLDER", help="where the result file goes")
     parser.set_defaults(usage_error=parser.error, unnamed=workload)
 
 
@@ -97,7 +97,7 @@ def repetitions(args: argparse.Namespace, workload: str) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.peer is None and (args.peer_only or args.peer_defaults or args.in_turn):
         args.usage_error("--peer-only, --peer-defaults and --in-turn need --peer")
-    results.check_folder(args.json)
+    results.check_folder(args.results)
     chosen = args.workload or [args.unnamed]
     if few := [workload for workload in chosen if repetitions(args, workload) < 3]:
         print(f"note: fewer than three repetitions of {', '.join(few)}; the median is not to be published")
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     )
     makers: list[Callable[[], Engine]] = [] if args.peer_only else [lambda: Pagecast(options)]
     if args.peer:
-        makers.append(lambda: Invariant(options) if args.peer == Invariant.name else Peer(args.peer, options, args.json))
+        makers.append(lambda: Invariant(options) if args.peer == Invariant.name else Peer(args.peer, options, args.results))
     table: Table = {workload: {} for workload in chosen}
     cut = ""
     try:
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     suffix = "-defaults" if args.peer_defaults else ""
     given = vars(options) | {"extra": list(options.extra)}
     details = {"workloads": table, "options": given}
-    path = results.write(args.json, f"throughput-{shape_name(args)}{suffix}", metrics_of(args, table), details)
+    path = results.write(args.results, f"throughput-{shape_name(args)}{suffix}", metrics_of(args, table), details)
     show(table)
     print(f"written to {path}")
     if cut:
