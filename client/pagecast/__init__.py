@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "AsyncClient": "client", "Client": "sync", "LLM": "llm", "AsyncLLM": "llm", "SamplingParams": "sampling", "RequestOutput": "llm",
+    "AsyncClient": "async_client", "Client": "sync", "LLM": "llm", "AsyncLLM": "llm", "SamplingParams": "sampling", "RequestOutput": "llm",
     "CompletionOutput": "llm", "Tool": "types", "ToolCall": "types", "ChatMessage": "types",
     "PagecastError": "errors", "RpcError": "errors", "Tls": "access",
 }
@@ -15,7 +15,7 @@ _HOME = {
 
 if TYPE_CHECKING:
     from pagecast.access import Tls as Tls
-    from pagecast.client import AsyncClient as AsyncClient
+    from pagecast.async_client import AsyncClient as AsyncClient
     from pagecast.errors import PagecastError as PagecastError
     from pagecast.errors import RpcError as RpcError
     from pagecast.llm import LLM as LLM

@@ -11,8 +11,8 @@ from typing import Any, Self, Unpack, cast
 import grpc
 
 from pagecast import answers, models, requests, types
+from pagecast.async_client import AsyncClient, AsyncStream
 from pagecast.channel import channel_options
-from pagecast.client import AsyncClient, AsyncStream
 from pagecast.errors import PagecastError, from_rpc
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc

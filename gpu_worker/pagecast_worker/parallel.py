@@ -44,10 +44,10 @@ class Collectives(Protocol):
         """Sum over ranks, in place."""
 
     def add_rms_norm(self, ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """ops.add_rms_norm of the sum of x over ranks."""
+        """ops.add_rms_norm of the sum of x[T, H] over ranks into residual[T, H]; x is lost."""
 
     def add(self, ops: Any, x: Tensor, residual: Tensor) -> None:
-        """residual += the sum of x over ranks, in place."""
+        """residual[T, H] += the sum of x[T, H] over ranks, in place; x is lost."""
 
     def all_gather(self, tensor: Tensor, size: int) -> Tensor:
         """[..] on each of `size` ranks -> [size, ..]."""

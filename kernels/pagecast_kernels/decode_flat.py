@@ -234,7 +234,7 @@ def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, softcap: float, tiles: TileList,
     workspace: DecodeWorkspace, out: Tensor, config: configs.Decode,
 ) -> Tensor:  # fmt: skip
-    """decode.paged_decode over a list of tiles; config.tile is the list's."""
+    """paged_decode over a list of tiles, of `config.tile` tokens each. q, caches, seq_lens and out as in reference.paged_decode."""
     (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     factor, cap = configs.score_scale(scale, softcap)
@@ -262,6 +262,7 @@ class StepTiles:
         self._filled: set[int] = set()  # tiles whose lists are this step's
 
     def of(self, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int, tile: int) -> TileList:
+        """The step's list of tiles of so many tokens, made now if no layer before needed it. Tensors as in reference.paged_decode."""
         step = (block_table, rows, seq_lens)
         if tile not in self._lists:
             self._lists[tile] = tile_list(self._max_seqs, block_table.shape[1], block_size, tile, block_table.device)

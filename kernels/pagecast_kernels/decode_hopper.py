@@ -330,7 +330,7 @@ def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList, workspace: DecodeWorkspace, out: Tensor,
     config: configs.HopperDecode,
 ) -> Tensor:  # fmt: skip
-    """decode.paged_decode over a list of tiles; config.tile is the list's, and `suits` must hold."""
+    """decode_flat.launch by this kernel; `suits` must hold."""
     (batch, num_heads, dim), (num_blocks, num_kv_heads, size, _) = q.shape, k_cache.shape
     group = num_heads // num_kv_heads
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16

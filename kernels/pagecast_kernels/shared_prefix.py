@@ -104,7 +104,7 @@ def paged_decode_shared(
     shared: SharedPrefixes, *, softcap: float = 0.0, workspace: SharedWorkspace | None = None, out: Tensor | None = None,
     config: configs.Decode | None = None,
 ) -> Tensor:  # fmt: skip
-    """decode.paged_decode of sequences of which some begin alike: the same result, but for rounding."""
+    """reference.paged_decode for sequences of which some begin alike: its arguments, and its result but for rounding."""
     (batch, num_heads, dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     splits = prefix_splits(batch, num_heads, num_kv_heads, q.device)

@@ -49,7 +49,7 @@ class GrpcTarget:
     """Our server, through the public asynchronous client."""
 
     def __init__(self, address: str) -> None:
-        from pagecast.client import AsyncClient
+        from pagecast.async_client import AsyncClient
 
         self._client = AsyncClient(address)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagecast import cluster, models
+from pagecast.async_client import AsyncClient
 from pagecast.cli.loading import LoadingBar
 from pagecast.cli.quantities import COUNT
-from pagecast.client import AsyncClient
 from pagecast.errors import RpcError
 from pagecast.sampling import SamplingParams
 from pagecast.types import SequenceFinished, Tokens

@@ -47,7 +47,7 @@ def _experts(ops: Any, block: Experts, x: Tensor, residual: Tensor) -> None:
 
 
 def _add(model: "Decoder", ops: Any, x: Tensor, weight: Tensor, residual: Tensor) -> None:
-    """residual += x · weightᵀ, the sum over ranks where there are several."""
+    """residual[1, N] += x[1, K] · weight[N, K]ᵀ, the sum over ranks where there are several."""
     if model.ranks.size == 1:
         ops.linear_add(x, weight, residual)
     else:

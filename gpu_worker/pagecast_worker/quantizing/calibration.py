@@ -28,6 +28,7 @@ class Inputs:
     tokens: int = 0
 
     def add(self, x: Tensor) -> None:
+        """x[tokens, K]."""
         wide = x.float()
         self.hessian.addmm_(wide.t(), wide)
         self.magnitude += wide.abs().sum(0)

@@ -1,5 +1,5 @@
-"""What is known of the call that the current task answers: who calls, and what its metadata says. Set by the interceptor (or the
-gateway) before any handler runs, read wherever it matters; a task without a call counts as an anonymous one."""
+"""What is known of the call that the current task answers: who calls, and what its metadata says. Set by the interceptor
+before any handler runs, read wherever it matters; a task without a call counts as an anonymous one."""
 
 import random
 import re
