@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from compose_spec import PyCompose
@@ -28,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker-compose.yml"
 CONTENT: dict[str, Any] = yaml.safe_load(FILE.read_text())
 SERVICES: dict[str, Any] = CONTENT["services"]
-ONE = ("scheduler", "worker", "frontend")
+ONE = ("scheduler", "worker", "frontend", "gateway")
 RANKS = ("ranks-scheduler", "rank-0", "rank-1", "ranks")
+OPTIONAL = ("rank-2", "ranks-gateway")
 HERE = two_hosts.Host((), "127.0.0.1")
 HEAD_PORT = ":29400"
 
@@ -63,9 +65,10 @@ def started_by(*names: str) -> set[str]:
 
 def test_each_shape_is_one_command() -> None:
     assert started_by() == set(ONE) and started_by("ranks") == set(RANKS) and started_by("keys") == {"keys"}
-    assert started_by("ranks", "rank-2") == {*RANKS, "rank-2"}
+    assert started_by("ranks", "rank-2") == {*RANKS, "rank-2"} and started_by("frontend") == {*ONE} - {"gateway"}
+    assert started_by("ranks-gateway") == {*RANKS, "ranks-gateway"}
     assert {name: service.get("profiles", []) for name, service in SERVICES.items()} == {
-        **{name: [] for name in ONE}, **{name: ["ranks"] for name in (*RANKS, "rank-2")}, "keys": ["keys"],
+        **{name: [] for name in ONE}, **{name: ["ranks"] for name in (*RANKS, *OPTIONAL)}, "keys": ["keys"],
     }
 
 
@@ -82,7 +85,17 @@ def test_every_role_is_locked_down_watched_and_restarted() -> None:
         assert all(condition == ("service_healthy" if "scheduler" in other else "service_started") for other, condition in waits.items())
         assert waits or name in ("scheduler", "ranks-scheduler", "keys")
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ()))
-    assert dockerfile.count("USER 10001:10001") == 3
+    assert dockerfile.count("USER 10001:10001") == 4 == len(stages) - 1
+
+
+def test_a_gateway_shares_a_socket_with_its_front_end_and_nothing_else() -> None:
+    for name, frontend in (("gateway", "frontend"), ("ranks-gateway", "ranks")):
+        service = SERVICES[name]
+        [volume] = service["volumes"]
+        assert volume in SERVICES[frontend]["volumes"] and volume == f"{name}:/run/gateway"
+        assert [other for other in SERVICES if volume in SERVICES[other].get("volumes", ())] == [frontend, name]
+        assert "networks" not in service and service["depends_on"] == {frontend: {"condition": "service_started"}}
+        assert service["ports"] == ["127.0.0.1:8000:8000"] and "secrets" not in service and "environment" not in service
 
 
 def test_ranks_have_a_network_and_keys_of_their_own() -> None:
@@ -110,14 +123,15 @@ class Containers:
 
     def __init__(self, folder: Path, hosts: Mapping[str, two_hosts.Host], variables: Mapping[str, str]) -> None:
         self._folder, self._hosts, self.variables = folder, hosts, dict(variables)
-        self._head_port = f":{free_port()}"
+        self._head_port, self._http_port = f":{free_port()}", free_port()
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
         service = SERVICES[name]
         words = [self._here(name, word) for word in (*service.get("entrypoint", ["pagecast"])[1:], *service["command"])]
-        if "frontend" in words:
-            words += ["--port", "0", "--uds", str(self.socket(name)), "--drain-announce-s", "0"]
+        if words[0] in ("frontend", "gateway"):
+            words += ["--drain-announce-s", "0", *(["--port", "0"] if words[0] == "frontend" else ["--http-port", str(self._http_port)])]
+            self.socket(name).parent.mkdir(mode=0o700, exist_ok=True)
         given = {key: self._here(name, value) for key, value in service.get("environment", {}).items()}
         self.run_dir(name).mkdir(mode=0o700, exist_ok=True)
         with (self._folder / f"{name}.log").open("ab") as log:
@@ -152,6 +166,8 @@ class Containers:
         address = self.run_dir(name) / "frontend-0.address"
         if "--target" in words:
             words[-1] = "127.0.0.1:" + (address.read_text().strip().rpartition(":")[2] if address.exists() else "1")
+        if "--url" in words:
+            words[-1] = self.url
         return subprocess.run([*self._prefix(name), *PAGECAST, *words], capture_output=True, timeout=LIMIT_S).returncode == 0
 
     def wait_healthy(self, name: str) -> None:
@@ -163,12 +179,21 @@ class Containers:
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
 
+    @property
+    def url(self) -> str:
+        """Of the gateway."""
+        return f"http://127.0.0.1:{self._http_port}"
+
     def socket(self, name: str) -> Path:
-        return self._folder / f"{name}.sock"
+        """Between a front end and its gateway."""
+        return self._mounted(name, "/run/gateway") / "frontend.sock"
 
     def run_dir(self, name: str) -> Path:
+        return self._mounted(name, "/run/pagecast")
+
+    def _mounted(self, name: str, place: str) -> Path:
         """Of a service with a volume there, the one of all that share it; else its own."""
-        volumes = [volume.split(":")[0] for volume in SERVICES[name]["volumes"] if volume.endswith(":/run/pagecast")]
+        volumes = [volume.split(":")[0] for volume in SERVICES[name]["volumes"] if volume.endswith(f":{place}")]
         return self._folder / (volumes or [name])[0]
 
     def _prefix(self, name: str) -> tuple[str, ...]:
@@ -178,7 +203,16 @@ class Containers:
         word = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: self.variables.get(match[1]) or match[2], word)
         word = re.sub(r"^ranks-scheduler(?=:)", self._hosts.get("ranks-scheduler", HERE).address, word)
         word = word.replace("/run/keys", str(self._folder / "keys")).replace("/run/pagecast", str(self.run_dir(name)))
+        word = word.replace("/run/gateway", str(self.socket(name).parent))
         return word.replace(HEAD_PORT, self._head_port)
+
+
+def completion(url: str, prompt: str) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
 
 
 @contextmanager
@@ -198,20 +232,29 @@ def test_its_commands_serve_and_heal_as_processes(tmp_path: Path) -> None:
     with containers(tmp_path) as here:
         here.start("scheduler")
         here.wait_healthy("scheduler")
-        assert not here.healthy("worker") and not here.healthy("frontend")
+        assert not here.healthy("worker") and not here.healthy("frontend") and not here.healthy("gateway")
         here.start("worker")
+        here.start("gateway")
+        here.wait_logged("gateway", "listening")
+        assert not here.healthy("gateway")  # there is no front end yet
         here.start("frontend")
         here.wait_healthy("frontend")
+        here.wait_healthy("gateway")
         assert here.healthy("worker")
         target = f"unix:{here.socket('frontend')}"
         with Client(target) as client:
             expected = client.generate("The capital of France is", sampling).token_ids
-        for victim in ("worker", "scheduler"):
+        answer = completion(here.url, "The capital of France is")
+        assert tuple(answer["choices"][0]["token_ids"]) == expected and "plaintext" not in here.log("gateway")
+        for victim in ("worker", "scheduler", "gateway"):
             here.kill(victim)
             here.heal(lambda load: load.state == "serving", "frontend", victim)
             with Client(target) as client:
                 assert client.generate("The capital of France is", sampling, timeout=LIMIT_S).token_ids == expected
-        for name in ("frontend", "scheduler", "worker"):
+        here.kill("frontend")
+        here.heal(lambda load: load.state == "serving", "frontend", "gateway")
+        assert completion(here.url, "The capital of France is")["choices"] == answer["choices"]
+        for name in ("gateway", "frontend", "scheduler", "worker"):
             here.running[name].send_signal(signal.SIGTERM)
         assert {name: process.wait(timeout=LIMIT_S) for name, process in here.running.items()} == dict.fromkeys(here.running, 0)
 
@@ -242,7 +285,10 @@ def test_the_ranks_serve_and_heal_as_processes(tmp_path: Path, monkeypatch: pyte
             here.variables["PAGECAST_MODEL"] = str(model)
             here.start("rank-1")
             here.start("ranks")
+            here.start("ranks-gateway")
             here.wait_healthy("ranks")
+            here.wait_healthy("ranks-gateway")
+            assert completion(here.url, "Paris")["usage"]["completion_tokens"] == 8
             assert here.healthy("rank-0") and here.healthy("rank-1") and not here.healthy("rank-2")
             with Client(f"unix:{here.socket('ranks')}") as client:
                 expected = client.generate("Paris", sampling).token_ids
@@ -251,6 +297,21 @@ def test_the_ranks_serve_and_heal_as_processes(tmp_path: Path, monkeypatch: pyte
                 here.heal(lambda load: load.state == "serving" and load.epoch >= 2, "ranks", "rank-1")
                 assert client.generate("Paris", sampling, timeout=LIMIT_S).token_ids == expected
                 assert client.load().num_recoveries >= 1
+
+
+def test_what_a_health_check_asks_of_a_gateway(tmp_path: Path) -> None:
+    """One that is not there, and what it cannot be asked with."""
+    (tmp_path / "empty.pem").touch()
+    for url, more, code, said in (
+        ("http://127.0.0.1:1", [], 1, "NOT_SERVING\n"), ("https://127.0.0.1:1/", [], 1, "NOT_SERVING\n"),
+        ("127.0.0.1:8000", [], 2, "--url must be http://HOST:PORT or https://HOST:PORT, not '127.0.0.1:8000'"),
+        ("file:///etc/passwd", [], 2, "--url must be http://HOST:PORT"), ("http://h:1/v1", [], 2, "--url must be http://HOST:PORT"),
+        ("https://127.0.0.1:1", ["--ca", "/nowhere"], 2, "cannot use /nowhere: No such file or directory"),
+        ("https://127.0.0.1:1", ["--ca", str(tmp_path / "empty.pem")], 2, "empty.pem: "),
+    ):
+        done = subprocess.run([*PAGECAST, "status", "--url", url, *more], capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == code and said in done.stdout + done.stderr, (url, done)
+        assert len((done.stdout + done.stderr).splitlines()) == 1
 
 
 def test_what_a_health_check_asks_of_one_process(tmp_path: Path) -> None:

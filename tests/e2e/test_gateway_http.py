@@ -317,6 +317,9 @@ def test_a_gateway_takes_over_a_new_certificate_and_no_bad_one(tmp_path: Path, s
             until(lambda: shown(port) != first, "a new certificate is not taken over")
             with httpx.Client(verify=trusted, timeout=LIMIT_S) as http:
                 assert http.get(f"https://localhost:{port}/version").status_code == 200
+            asked = ("status", "--url", f"https://localhost:{port}", "--ca", str(tmp_path / "ca.pem"))
+            until(lambda: pagecast(*asked).stdout == "SERVING\n", "`pagecast status` does not see its health")
+            assert pagecast(*asked[:-2]).stdout == "NOT_SERVING\n"  # by an authority that nobody knows
         finally:
             gateway.kill()
             if reader.ident is not None:

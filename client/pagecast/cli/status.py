@@ -2,10 +2,13 @@
 caller's roles do not open is named; the rest is shown."""
 
 import argparse
+import http.client
 import json
 import re
 import socket
+import ssl
 import sys
+import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +16,13 @@ from typing import TypeVar
 
 from pagecast.cli import arguments
 from pagecast.cli.quantities import ANY_COUNT
-from pagecast.errors import PagecastError, RpcError
+from pagecast.errors import PagecastError, RpcError, WrongAccess
 from pagecast.sync import Client
 from pagecast.types import Load, Model
 
 T = TypeVar("T")
 _HEAD = re.compile(r".+:\d{1,5}")
+_URL = re.compile(r"https?://[^/?#]+/?")
 
 
 class HealthAlone(PagecastError):
@@ -33,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="FOLDER", help="ask instead whether a scheduler listens in this run directory")
     parser.add_argument("--rank", metavar="N", type=ANY_COUNT, help="with --run-dir, ask whether the worker of this rank has loaded")
     parser.add_argument("--head", metavar="HOST:PORT", help="ask instead whether a scheduler listens there for ranks of other hosts")
+    parser.add_argument("--url", metavar="URL", help="ask instead whether the HTTP gateway at http://HOST:PORT serves; --ca for HTTPS")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -43,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if args.head is not None and not _HEAD.fullmatch(args.head):
         print(f"pagecast status: --head must be HOST:PORT, not {args.head!r}", file=sys.stderr)
         return 2
-    if args.run_dir is not None or args.head is not None:
+    if args.url is not None and not _URL.fullmatch(args.url):
+        print(f"pagecast status: --url must be http://HOST:PORT or https://HOST:PORT, not {args.url!r}", file=sys.stderr)
+        return 2
+    if args.run_dir is not None or args.head is not None or args.url is not None:
         is_up, said = _of_one_process(args)
         print(said)
         return 0 if is_up else 1
@@ -95,7 +103,10 @@ def _if_allowed(what: str, denied: dict[str, str], ask: Callable[[], T]) -> T | 
 
 
 def _of_one_process(args: argparse.Namespace) -> tuple[bool, str]:
-    """Whether it is up, and that in words: it says nothing about the health of the whole."""
+    """Whether it is up, and that in words: but for a gateway it says nothing about the health of the whole."""
+    if args.url is not None:
+        is_up = _gateway_serves(args.url, args.timeout, args.ca)
+        return is_up, "SERVING" if is_up else "NOT_SERVING"
     if args.run_dir is not None and args.rank is not None:
         is_up = _has_loaded(args.run_dir, args.rank)
         return is_up, f"rank {args.rank} has {'' if is_up else 'not '}loaded"
@@ -129,6 +140,22 @@ def _head_listens(head: str, timeout: float) -> bool:
         with socket.create_connection((host, int(port)), timeout=timeout):
             return True
     except (OSError, ValueError, OverflowError):
+        return False
+
+
+def _gateway_serves(url: str, timeout: float, ca: str | None) -> bool:
+    """Whether a gateway says that a front end behind it serves. Asked directly, whatever proxies the environment names.
+
+    Raises WrongAccess for a ca that is of no use."""
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise WrongAccess(f"cannot use {ca}: {error.strerror or 'it holds no certificate in PEM'}") from None
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    try:
+        with opener.open(f"{url.rstrip('/')}/health", timeout=timeout) as reply:
+            return bool(json.load(reply)["status"] == "SERVING")
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return False
 
 
