@@ -56,6 +56,24 @@ def test_a_file_that_is_no_batch_is_refused_by_line(tmp_path: Path) -> None:
     assert missing.returncode == 2 and missing.stderr.endswith("nothing.jsonl: No such file or directory\n")
 
 
+def test_one_line_cannot_end_a_batch_nor_be_cut_in_two(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "in.output.jsonl"
+    prompts = {"a": "x\u2028y\u0085z", "\ud83d": "fine", "b": "half of a pair: \ud83d", "c": "the last"}
+    lines = []
+    for name, prompt in prompts.items():
+        line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, "max_tokens": 2}}
+        lines.append(json.dumps(line, ensure_ascii="\ud83d" in name + prompt))  # the first with its characters as they are
+    lines.append(lines[-1].replace('"c"', '"d"').replace('"max_tokens": 2', '"temperature": NaN'))
+    source.write_text("\n".join(lines), "utf-8")
+    done = pagecast("batch", str(source), "--executor", "oracle")
+    assert done.returncode == 1 and "5 requests, 0 answered before, 5 now, 2 failed" in done.stdout, done.stdout + done.stderr
+    answers = read(output)
+    assert {name: answer["status_code"] for name, answer in answers.items()} == {"a": 200, "\ud83d": 200, "b": 400, "c": 200, "d": 400}
+    assert answers["b"]["body"]["error"] == {
+        "message": "prompt: must not hold half of a surrogate pair", "type": "invalid_request_error", "param": "prompt", "code": None,
+    }  # fmt: skip
+
+
 def test_an_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "notes"
     write(source, 1)

@@ -142,6 +142,33 @@ def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: d
     assert error["param"] == param and len(error["message"]) < 2000
 
 
+@pytest.mark.parametrize(("path", "content", "said"), [
+    ("completions", {"prompt": "\ud83d", "stop": ["x", "\udc00"], "temperature": -1}, [
+        "stop[1]: must not hold half of a surrogate pair; prompt: must not hold half of a surrogate pair; temperature must be 0",
+    ]),
+    ("chat/completions", {"messages": [{"role": "user", "content": "\ud83d"}], "top_p": 2}, ["messages[0].content: must not", "top_p"]),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]}, ["content[0] must have"]),
+    ("chat/completions", {"chat_template_kwargs": {"x": ["\ud83d"]}}, ["chat_template_kwargs must not hold half"]),
+    ("chat/completions", {"chat_template_kwargs": {"x": float("nan")}}, ["chat_template_kwargs.x must hold finite numbers"]),
+    ("chat/completions", {"chat_template_kwargs": json.loads('{"x":' * 90 + "1" + "}" * 90)}, ["nested at most 24 deep"]),
+    ("completions", {"prompt": "x", "\ud83d": 1}, ["a field's name must not hold half"]),
+    ("../tokenize", {"prompt": "\ud83d"}, ["prompt: must not hold half"]),
+])  # fmt: skip
+def test_what_the_api_cannot_carry_is_named(served: Served, path: str, content: dict[str, Any], said: list[str]) -> None:
+    """JSON can write halves of surrogate pairs, as of a text that was cut within an emoji, and Python's reads NaN."""
+    body = json.dumps({"model": "oracle", **({"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {}), **content})
+    reply = httpx.post(f"{served.http}/v1/{path}", content=body, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
+    assert reply.status_code == 400, reply.text
+    for words in said:
+        assert words in reply.json()["error"]["message"], reply.text
+
+
+def test_the_deepest_values_of_a_template_arrive(served: Served) -> None:
+    content = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": json.loads('{"x":' * 24 + "1" + "}" * 24), "n": 0}
+    reply = httpx.post(f"{served.http}/v1/chat/completions", json=content, timeout=LIMIT_S)
+    assert reply.json()["error"]["param"] == "n", reply.text
+
+
 def test_other_bodies_are_told_all_faults_too(served: Served) -> None:
     for path, content, said in (
         ("tokenize", {"colour": 1, "messages": [{"role": " ", "content": "x"}]}, ["colour: unknown field", "messages[0].role must be"]),

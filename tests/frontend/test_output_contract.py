@@ -256,6 +256,19 @@ IMAGE = pb.ContentPart(image=pb.Media(mime_type="image/png", uri="http://example
 AUDIO = pb.ContentPart(audio=pb.Media(data=b"x"))
 
 
+REQUIRED = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
+HALF = '{"a": ["\\ud83d"]}'
+"""JSON that is fine, of a text that has no encoding."""
+
+
+def deep(levels: int) -> str:
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+def called(arguments: str) -> pb.ChatMessage:
+    return pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f", arguments=arguments)])
+
+
 @pytest.mark.parametrize(
     ("wanted", "path"),
     [
@@ -268,6 +281,13 @@ AUDIO = pb.ContentPart(audio=pb.Media(data=b"x"))
         (chat(tool_choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED, name="other")), "spec.chat.tool_choice.name"),
         (chat(template_kwargs={"messages": []}), "spec.chat.template_kwargs.messages"),
         (chat(template_kwargs={"x": "y" * 20000}), "spec.chat.template_kwargs"),
+        (chat(template_kwargs={"x": [1.0, {"y": float("nan")}]}), "spec.chat.template_kwargs.x"),
+        (chat(template_kwargs={"x": float("-inf")}), "spec.chat.template_kwargs.x"),
+        (chat(tools=[pb.Tool(name="a", parameters_json_schema=deep(600))], tool_choice=REQUIRED),
+         "spec.chat.tools[0].parameters_json_schema"),
+        (chat(tools=[pb.Tool(name="a", parameters_json_schema=HALF)]), "spec.chat.tools[0].parameters_json_schema"),
+        (chat(messages=[called(HALF)]), "spec.chat.messages[0].tool_calls[0].arguments"),
+        (chat(messages=[called(deep(100_000))]), "spec.chat.messages[0].tool_calls[0].arguments"),
         (spec(output=pb.OutputOptions(parse_reasoning=True)), "spec.output.parse_reasoning"),
         (spec(sampling=pb.SamplingOptions(allowed_token_ids=pb.TokenIds(ids=[2])), stopping=pb.StoppingOptions(min_output_tokens=1)),
          "spec.sampling.allowed_token_ids.ids"),
@@ -276,7 +296,7 @@ AUDIO = pb.ContentPart(audio=pb.Media(data=b"x"))
 )  # fmt: skip
 async def test_what_needs_the_model_is_refused_by_path(rig: Rig, wanted: pb.GenerationSpec, path: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await rig.generation.Generate(pb.GenerateRequest(spec=wanted))
+        await rig.generation.Generate(pb.GenerateRequest(spec=wanted), timeout=30)
     _, found = details(caught.value)
     assert path in [v.field for v in found["BadRequest"].field_violations]
 

@@ -93,7 +93,7 @@ def read_tasks(source: Path) -> list[Task]:
     tasks: list[Task] = []
     seen: set[str] = set()
     try:
-        lines = source.read_text().splitlines()
+        lines = source.read_text("utf-8").split("\n")  # splitlines also cuts at characters that JSON's texts may hold
     except (OSError, UnicodeDecodeError) as error:
         raise BadBatch(f"cannot read {source}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
     for number, line in enumerate(lines, 1):
@@ -110,7 +110,7 @@ def read_tasks(source: Path) -> list[Task]:
 def _task(line: str, where: str) -> Task:
     try:
         given = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadBatch(f"{where}: not JSON: {error}") from None
     if not isinstance(given, dict) or not isinstance(given.get("custom_id"), str) or not isinstance(given.get("body"), dict):
         raise BadBatch(f"{where}: needs custom_id, a text, and body, an object")
@@ -150,7 +150,7 @@ def answered(output: Path) -> dict[str, int]:
 
 def _opened(output: Path) -> IO[str]:
     try:
-        return output.open("a")
+        return output.open("a", encoding="utf-8")
     except OSError as error:
         raise BadBatch(f"cannot write {output}: {error.strerror}") from None
 
@@ -197,7 +197,9 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
     room = asyncio.Semaphore(concurrency)
     console = Console(stderr=True)
     app = make_app(backend, "batch")
-    asks = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batch", timeout=None, headers=headers)
+    # An answer to a bug is an answer too: it belongs to one line, not to the batch.
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    asks = httpx.AsyncClient(transport=transport, base_url="http://batch", timeout=None, headers=headers)
     async with asks as http:
         with Progress(console=console, disable=not console.is_terminal) as bar:
             row = bar.add_task("requests", total=total, completed=total - len(tasks))
@@ -207,7 +209,7 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
                     line = await _answer(http, task)
                 finally:
                     room.release()
-                sink.write(json.dumps(line, ensure_ascii=False) + "\n")
+                sink.write(_text(line) + "\n")
                 sink.flush()
                 bar.advance(row)
 
@@ -222,10 +224,21 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
 
 async def _answer(http: "httpx.AsyncClient", task: Task) -> dict[str, Any]:
     """One line of the output. While the server is overloaded or away, it is asked again."""
+    body = json.dumps(task.body)  # as it was given: whether that is a good body is not to be said here
     for attempt in range(8):
-        reply = await http.post(task.url, json=task.body)
+        reply = await http.post(task.url, content=body, headers={"Content-Type": "application/json"})
         if reply.status_code != 503:
             break
         await asyncio.sleep(min(30.0, float(reply.headers.get("Retry-After", 1)) * 2**attempt))
     response = {"status_code": reply.status_code, "request_id": secrets.token_hex(12), "body": reply.json()}
     return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": task.custom_id, "response": response, "error": None}
+
+
+def _text(line: dict[str, Any]) -> str:
+    """JSON with its characters as they are, unless one of them, of the input's custom_id, has no encoding."""
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(line)
+    return text

@@ -1,6 +1,7 @@
 """Checks a ChatPrompt, and turns it into what a chat template reads."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ROLE = re.compile(r"[!-~]+")
 _KWARG = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def check_chat(chat: Any, path: str, limits: Limits, found: list[Violation]) -> None:
@@ -47,15 +49,35 @@ def _check_message(message: Any, path: str, limits: Limits, found: Findings) -> 
     for at, call in enumerate(message.tool_calls):
         if not call.name:
             found.add(f"{path}.tool_calls[{at}].name", "must not be empty")
-        if call.arguments and not _is_object(call.arguments):
-            found.add(f"{path}.tool_calls[{at}].arguments", "must be JSON text of an object")
+        if call.arguments:
+            _check_object(call.arguments, f"{path}.tool_calls[{at}].arguments", "an object", limits, found)
 
 
-def _is_object(text: str) -> bool:
+def _check_object(text: str, path: str, what: str, limits: Limits, found: Findings) -> None:
+    """A template writes it into the prompt, and a forced call is made of it: it must be an object, of a depth that can be walked, and of
+    characters. JSON's escapes can write halves of surrogate pairs, which are none."""
+    too_deep = f"must be nested at most {limits.max_constraint_depth} deep"
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+        value = json.loads(text)
+    except RecursionError:
+        found.add(path, too_deep)
+        return
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        found.add(path, f"must be JSON text of {what}")
+        return
+    waiting: list[tuple[Any, int]] = [(value, 1)]
+    while waiting:
+        part, depth = waiting.pop()
+        if depth > limits.max_constraint_depth:
+            found.add(path, too_deep)
+            return
+        inner = [*part, *part.values()] if isinstance(part, dict) else part
+        if any(isinstance(item, str) and _HALF.search(item) for item in inner):
+            found.add(path, "must not hold half of a surrogate pair")
+            return
+        waiting += [(item, depth + 1) for item in inner if isinstance(item, dict | list)]
 
 
 def _check_tools(chat: Any, path: str, limits: Limits, found: Findings) -> None:
@@ -68,8 +90,9 @@ def _check_tools(chat: Any, path: str, limits: Limits, found: Findings) -> None:
     for at, tool in enumerate(chat.tools):
         if not _TOOL_NAME.fullmatch(tool.name):
             found.add(f"{path}.tools[{at}].name", f"must be 1 to 64 letters, digits or _ - . characters, not {shown(tool.name)}")
-        if tool.parameters_json_schema and not _is_object(tool.parameters_json_schema):
-            found.add(f"{path}.tools[{at}].parameters_json_schema", "must be JSON text of an object, a JSON Schema")
+        if tool.parameters_json_schema:
+            place = f"{path}.tools[{at}].parameters_json_schema"
+            _check_object(tool.parameters_json_schema, place, "an object, a JSON Schema", limits, found)
     names = [tool.name for tool in chat.tools]
     for at, name in enumerate(names):
         if name in names[:at]:
@@ -95,11 +118,23 @@ def _check_kwargs(chat: Any, path: str, limits: Limits, found: Findings) -> None
     if size > limits.max_template_kwargs_bytes:
         found.add(path, f"must be at most {limits.max_template_kwargs_bytes} bytes, not {size}")
         return
-    for name in chat.template_kwargs.fields:
+    for name, value in chat.template_kwargs.fields.items():
+        if not _is_finite(value):
+            found.add(f"{path}.{name}" if _KWARG.fullmatch(name) else path, "must hold finite numbers")
         if not _KWARG.fullmatch(name):
             found.add(path, f"names must be identifiers of at most 64 characters, not {shown(name)}")
         elif name in RESERVED or name.endswith("_token"):
             found.add(f"{path}.{name}", "is a name of the server's own")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether every number in a value of a Struct is one that JSON has."""
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return all(map(_is_finite, value.struct_value.fields.values()))
+    if kind == "list_value":
+        return all(map(_is_finite, value.list_value.values))
+    return kind != "number_value" or math.isfinite(value.number_value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +186,8 @@ def conversation(chat: Any) -> Conversation:
         }
         for tool in chat.tools
     ]
-    size = sum(len(m.content) + sum(len(p.text) for p in m.parts) for m in chat.messages)
+    size = sum(len(m.content) + len(m.reasoning_text) + sum(len(p.text) for p in m.parts) for m in chat.messages)
+    size += sum(len(call.arguments) for m in chat.messages for call in m.tool_calls)
     size += sum(len(t.parameters_json_schema) + len(t.description) for t in chat.tools)
     return Conversation(
         messages=[_message(message) for message in chat.messages],

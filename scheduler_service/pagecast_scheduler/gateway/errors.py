@@ -41,6 +41,7 @@ _PARAMS = {
     "spec.prompt_text": "prompt",
     "spec.prompt_token_ids.ids": "prompt",
     "spec.prompt_token_ids": "prompt",
+    "spec.chat.template_kwargs": "chat_template_kwargs",
     "spec.chat.": "",
     "spec.constraint.json_schema": "response_format.json_schema.schema",
     "spec.": "",
@@ -52,6 +53,11 @@ _PARAMS = {
 
 _OWN_FIELD = "spec.request_id"
 """A field that no body has: the gateway fills it."""
+
+HALF_A_PAIR = "must not hold half of a surrogate pair"
+
+_TEXTS = {"extra_forbidden": "unknown field", "string_unicode": HALF_A_PAIR}
+"""What pydantic says less well, by its own word for it."""
 
 MOST_FAULTS = 32
 """Faults that one error names; of more it says how many there are."""
@@ -143,13 +149,19 @@ def _are_one(path: str, other: str) -> bool:
 def faults_of(errors: Sequence[Mapping[str, Any]]) -> Faults:
     """What pydantic found. A value that could have been one of several kinds is a fault once, and what it could have held none."""
     found: dict[str, list[str]] = {}
+    halves = {_path(error["loc"]) for error in errors if error["type"] == "string_unicode" and len(error["loc"]) > 1}
     for error in errors:
+        place = _path(error["loc"])
+        if error["type"] != "string_unicode" and any(_is_within(half, place) for half in halves):
+            continue  # this alternative is not meant
         if error["type"] == "json_invalid":  # its place is a number of characters, not a field
             found.setdefault("", []).append(f"the body is not JSON: {error['ctx']['error']}")
+        elif len(error["loc"]) == 1 and error["type"] == "string_unicode":
+            found.setdefault("", []).append(f"a field's name {HALF_A_PAIR}")
         elif len(error["loc"]) == 1 and error["type"] != "missing":
             found.setdefault("", []).append("the body must be a JSON object, sent as application/json")
         else:
-            found.setdefault(_path(error["loc"]), []).append("unknown field" if error["type"] == "extra_forbidden" else error["msg"])
+            found.setdefault(place, []).append(_TEXTS.get(error["type"], error["msg"]))
     faults = Faults()
     for path, texts in found.items():
         if not any(path != other and _is_within(path, other) for other in found if other):

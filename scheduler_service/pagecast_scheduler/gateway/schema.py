@@ -13,7 +13,9 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # A smallest length, even of 0, has pydantic look at the characters of every text and name: JSON's escapes can write halves of
+    # surrogate pairs, which the gRPC API cannot carry.
+    model_config = ConfigDict(extra="forbid", str_min_length=0)
 
 
 class StreamOptions(_Body):
@@ -170,7 +172,7 @@ class NamedTool(_Body):
 class JsonSchema(_Body):
     """schema has the name that pydantic keeps for itself, hence the alias."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     name: str = ""
     description: str | None = None

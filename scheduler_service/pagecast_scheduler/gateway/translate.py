@@ -8,13 +8,16 @@ from google.protobuf.duration_pb2 import Duration
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.gateway import schema
-from pagecast_scheduler.gateway.errors import Faults
+from pagecast_scheduler.gateway.errors import HALF_A_PAIR, Faults
 
 MAX_PROMPTS = 128
 """Prompts of one completion request; each becomes a request of its own."""
 
 DEFAULT_OUTPUT_TOKENS = 16
 """Of a completion whose caller names no limit, as far as there is room. A chat's is all the room."""
+
+MAX_KWARGS_DEPTH = 24
+"""Of chat_template_kwargs: each level takes three of a message, and protobuf reads a hundred."""
 
 _MEDIA = ("image_url", "input_audio", "audio", "video_url", "file", "image", "refusal")
 
@@ -69,7 +72,7 @@ def _chat_spec(body: schema.ChatCompletionRequest, found: Faults) -> pb.Generati
     if body.add_generation_prompt is not None:
         spec.chat.add_generation_prompt = body.add_generation_prompt
     if body.chat_template_kwargs:
-        spec.chat.template_kwargs.update(body.chat_template_kwargs)
+        _template_kwargs(spec.chat, body.chat_template_kwargs, found)
     if body.reasoning_effort is not None:  # for the templates that read it
         spec.chat.template_kwargs.update({"reasoning_effort": body.reasoning_effort})
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
@@ -83,6 +86,27 @@ def _chat_spec(body: schema.ChatCompletionRequest, found: Faults) -> pb.Generati
     _tools(spec.chat, body)
     _response_format(spec, body.response_format, found)
     return spec
+
+
+def _template_kwargs(chat: pb.ChatPrompt, given: dict[str, Any], found: Faults) -> None:
+    """Values for the template, as far as a message can carry them."""
+    if _depth(given) > MAX_KWARGS_DEPTH:
+        found.add(f"chat_template_kwargs must be nested at most {MAX_KWARGS_DEPTH} deep", "chat_template_kwargs")
+        return
+    try:
+        chat.template_kwargs.update(given)
+    except UnicodeEncodeError:
+        chat.ClearField("template_kwargs")
+        found.add(f"chat_template_kwargs {HALF_A_PAIR}", "chat_template_kwargs")
+
+
+def _depth(value: Any) -> int:
+    """How many objects and lists are within each other."""
+    depth, level = 0, [value]
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        depth += 1
+        level = [inner for part in level for inner in (part.values() if isinstance(part, dict) else part)]
+    return depth
 
 
 def fill_chat(chat: pb.ChatPrompt, messages: Sequence[schema.Message], found: Faults) -> None:
@@ -105,6 +129,9 @@ def _text(message: schema.Message, number: int, found: Faults) -> str:
             continue
         kind = part.get("type")
         where = f"messages[{number}].content[{i}]"
+        if kind == "text":
+            found.add(f"{where} must have type and text alone; a text {HALF_A_PAIR}", where)
+            continue
         found.add(f"{where}: {kind if kind in _MEDIA else 'this kind of content'} is not supported; only text is", where)
     return "".join(texts)
 
