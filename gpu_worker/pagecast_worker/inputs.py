@@ -52,21 +52,18 @@ def padded_inputs(ops: Any, state: BatchState, padded: PaddedStep, block_size: i
 
 def pack_mixed(schedule: Schedule, book: RowBook, packet: Packet) -> None:
     """Adds what `unpack_mixed` takes."""
-    decodes, lengths = len(schedule.decode_rows), schedule.chunk_lengths
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    chunk = np.repeat(np.arange(len(lengths)), lengths)
-    chunk_positions = schedule.chunk_starts[chunk] + np.arange(len(chunk)) - starts[chunk]
-    rows = np.concatenate((schedule.decode_rows, schedule.chunk_rows[chunk]))
+    decodes, (chunk_rows, chunk_positions, starts) = len(schedule.decode_rows), schedule.chunk_tokens()
+    rows = np.concatenate((schedule.decode_rows, chunk_rows))
     positions = np.concatenate((schedule.decode_positions, chunk_positions))
     tokens = np.zeros(len(rows), dtype=np.int32)
-    tokens[decodes:] = book.known[schedule.chunk_rows[chunk], chunk_positions]
+    tokens[decodes:] = book.known[chunk_rows, chunk_positions]
     packet.add(tokens)
     packet.add(positions)
     packet.add(book.slots(rows, positions))
     packet.add(schedule.decode_rows)
     packet.add(schedule.decode_positions + 1)
     packet.add(schedule.chunk_rows)
-    packet.add(schedule.chunk_starts + lengths)
+    packet.add(schedule.chunk_starts + schedule.chunk_lengths)
     packet.add(starts + decodes)
     packet.add(schedule.sample_index)
     packet.add(schedule.sample_rows)

@@ -89,11 +89,7 @@ def view_step(size: Size, buffer: Tensor) -> PaddedStep:
 
 def pad_step(size: Size, schedule: Schedule, book: RowBook, padding: int) -> NDArray[np.int32]:
     """The step as the words of a PaddedStep."""
-    lengths = schedule.chunk_lengths
-    starts = np.concatenate(([0], np.cumsum(lengths)))
-    chunk = np.repeat(np.arange(len(lengths)), lengths)
-    positions = schedule.chunk_starts[chunk] + np.arange(len(chunk)) - starts[chunk]
-    rows = schedule.chunk_rows[chunk]
+    rows, positions, starts = schedule.chunk_tokens()
     decodes = len(schedule.decode_rows)
     blank = np.zeros(decodes, dtype=np.int64)  # filled in on the device
     values: list[tuple[Int, int]] = [
@@ -102,7 +98,7 @@ def pad_step(size: Size, schedule: Schedule, book: RowBook, padding: int) -> NDA
         (np.concatenate((blank, positions)), 0),
         (np.concatenate((blank, book.slots(rows, positions))), -1),
         (schedule.chunk_rows, padding),
-        (schedule.chunk_starts + lengths, 0),
+        (schedule.chunk_starts + schedule.chunk_lengths, 0),
         (starts + decodes, int(starts[-1]) + decodes),
         (schedule.sample_index, 0),
         (schedule.sample_rows, padding),

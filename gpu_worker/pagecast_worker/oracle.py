@@ -71,7 +71,7 @@ class OracleExecutor:
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        """None: nothing is padded."""
+        """Empty: nothing is padded."""
         return ()
 
     def start_epoch(self, start: StartEpoch) -> None:

@@ -70,6 +70,12 @@ class Schedule:
     def decode_only(self) -> bool:
         return not len(self.chunk_rows)
 
+    def chunk_tokens(self) -> tuple[Int, Int, Int]:
+        """Rows and positions of the chunks' tokens, end to end, and starts[chunks + 1], where each begins and the last ends."""
+        starts = np.concatenate(([0], np.cumsum(self.chunk_lengths)))
+        chunk = np.repeat(np.arange(len(self.chunk_lengths)), self.chunk_lengths)
+        return self.chunk_rows[chunk], self.chunk_starts[chunk] + np.arange(len(chunk)) - starts[chunk], starts
+
 
 def _joined(parts: list[Int]) -> Int:
     return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else NONE

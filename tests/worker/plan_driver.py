@@ -39,7 +39,10 @@ class Job:
 
 
 class Driver:
-    """Blocks are handed out in a scrambled order, so that tables are never the identity.."""
+    """Blocks are handed out in a scrambled order, so that tables are never the identity.
+
+    in_flight: (steps, jobs that sample) of each plan whose result was not collected.
+    """
 
     def __init__(self, executor, num_blocks: int, *, max_num_seqs: int = 16, max_model_len: int = 2048, budget: int = 2048, epoch: int = 1):
         self.executor = executor
@@ -50,7 +53,7 @@ class Driver:
         self.epoch = epoch
         self.step = 0
         self.max_num_seqs = max_num_seqs
-        self._sampling: list[tuple[int, list[Job]]] = []
+        self.in_flight: list[tuple[int, list[Job]]] = []
         self._released: list[int] = []
         self._admissions: list[Admission] = []
         self._chunks: list[tuple[int, int, int]] = []
@@ -135,12 +138,12 @@ class Driver:
         )
         self._released, self._admissions, self._chunks, self._grown = [], [], [], []
         self.executor.submit(plan)
-        self._sampling.append((num_steps, [self.rows[row] for row in sampling]))
+        self.in_flight.append((num_steps, [self.rows[row] for row in sampling]))
 
     def collect(self) -> StepResult:
         """The oldest plan's result, its tokens given to their jobs."""
         result = self.executor.collect(wait=True)
-        steps, jobs = self._sampling.pop(0)
+        steps, jobs = self.in_flight.pop(0)
         tokens, flags = view_u32(result.tokens).reshape(steps, -1), np.frombuffer(result.flags, np.uint8).reshape(steps, -1)
         assert tokens.shape == (steps, len(jobs)), (tokens.shape, steps, len(jobs))
         for k in range(steps):

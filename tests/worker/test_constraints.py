@@ -188,13 +188,13 @@ def test_plans_ahead_of_results_and_preemption_change_nothing(executor, monkeypa
             driver.release(lost)
             start(driver, [lost])
         driver.submit()
-        if len(driver._sampling) > 1:
+        if len(driver.in_flight) > 1:
             driver.collect()
         for job in [job for job in driver.rows.values() if job.done]:
             driver.release(job)
         if not driver.rows:
             break
-    while driver._sampling:
+    while driver.in_flight:
         driver.collect()
     assert [job.output for job in wanted] == [job.output for job in expected]
 

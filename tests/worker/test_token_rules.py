@@ -247,7 +247,7 @@ def test_log_probabilities_in_plans_of_several_steps(executor):
             driver.chunk(job)
         while not all(job.done for job in wanted):
             driver.submit(num_steps if driver.step else 1)
-            sampled = driver._sampling[-1][1]
+            sampled = driver.in_flight[-1][1]
             result = driver.collect()
             ids, chosen, begin = view_u32(result.top_ids).tolist(), np.frombuffer(result.logprobs, "<f4"), 0
             counts = view_u32(result.top_counts).tolist()

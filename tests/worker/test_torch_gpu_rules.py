@@ -37,7 +37,7 @@ def drive(executor: TorchExecutor, jobs: list[Job], ahead: bool, length: int = 2
         driver.collect()
         if not ahead and not all(job.done for job in jobs):
             driver.submit()
-    while driver._sampling:
+    while driver.in_flight:
         driver.collect()
 
 

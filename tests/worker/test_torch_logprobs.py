@@ -67,7 +67,7 @@ def test_outputs_of_rows_with_and_without_rules(executor):
         driver.chunk(job)
     while not all(job.done for job in jobs):
         driver.submit()
-        steps.append(driver._sampling[-1][1])
+        steps.append(driver.in_flight[-1][1])
         results.append(driver.collect())
     lines = outputs_of(results, steps)
     assert [len(lines.get(id(job), [])) for job in jobs] == [6, 0, 6, 6]
