@@ -16,8 +16,10 @@ from pagecast.cli.parser import meant
 from pagecast.errors import StartError
 from pagecast_scheduler.launch.events import Event
 from pagecast_scheduler.launch.launcher import Launcher, Local, Static
-from pagecast_scheduler.launch.local import LaunchError, RoleSpec, RunDir, Supervisor, ignore
 from pagecast_scheduler.launch.output import OnOutput
+from pagecast_scheduler.launch.process import RoleSpec
+from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
+from pagecast_scheduler.launch.supervisor import Supervisor, ignore
 
 START_TIMEOUT_S = 900.0
 """How long a cluster may take to load a model; longer than a rank is given by the scheduler."""

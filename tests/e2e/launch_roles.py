@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from pagecast_scheduler.launch.events import ChildExited, ChildStarted, Event
-from pagecast_scheduler.launch.local import RoleSpec, RunDir
+from pagecast_scheduler.launch.process import RoleSpec
+from pagecast_scheduler.launch.run_dir import RunDir
 
 WAIT_S = 60.0
 

@@ -15,7 +15,10 @@ from e2e.launch_roles import WAIT_S, Events, exited, started, wait_ended
 from pagecast import Client, SamplingParams
 from pagecast.types import Tokens
 from pagecast_scheduler.launch.events import ChildStarted
-from pagecast_scheduler.launch.local import RestartPolicy, RoleSpec, RunDir, Supervisor
+from pagecast_scheduler.launch.process import RoleSpec
+from pagecast_scheduler.launch.restarts import RestartPolicy
+from pagecast_scheduler.launch.run_dir import RunDir
+from pagecast_scheduler.launch.supervisor import Supervisor
 from pagecast_worker.oracle import oracle_tokens
 
 PROMPT = list(range(300, 340))
@@ -100,7 +103,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from e2e.test_launch_cluster import role_specs
 from pagecast_scheduler.launch.events import ChildStarted, Ready
-from pagecast_scheduler.launch.local import RunDir, Supervisor
+from pagecast_scheduler.launch.run_dir import RunDir
+from pagecast_scheduler.launch.supervisor import Supervisor
 def tell(event):
     if isinstance(event, ChildStarted):
         print(event.pid, flush=True)

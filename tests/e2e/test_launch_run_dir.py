@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pagecast_scheduler.launch.local import LaunchError, RestartPolicy, RunDir
-from pagecast_scheduler.launch.restarts import RestartBudget
+from pagecast_scheduler.launch.restarts import RestartBudget, RestartPolicy
+from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
 
 
 def test_a_fresh_one_is_private_and_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,9 @@ from e2e.launch_roles import WAIT_S, Events, Notes, exited, roles, started, wait
 
 from pagecast_scheduler.launch import pulses
 from pagecast_scheduler.launch.events import ChildExited, ChildHung, ChildStarted, Failed, Loading, Ready, Stopping
-from pagecast_scheduler.launch.local import LaunchError, RestartPolicy, RunDir, Supervisor
+from pagecast_scheduler.launch.restarts import RestartPolicy
+from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
+from pagecast_scheduler.launch.supervisor import Supervisor
 from pagecast_wire.pulse import Pulse, last_beat
 
 
@@ -201,7 +203,8 @@ SERVE = textwrap.dedent("""
     sys.path.insert(0, sys.argv[1])
     from e2e.launch_roles import roles
     from pagecast_scheduler.launch.events import ChildStarted, Ready, Stopping
-    from pagecast_scheduler.launch.local import RunDir, Supervisor
+    from pagecast_scheduler.launch.run_dir import RunDir
+    from pagecast_scheduler.launch.supervisor import Supervisor
     def tell(event):
         if isinstance(event, ChildStarted):
             print("pid", event.pid, flush=True)

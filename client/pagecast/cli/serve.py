@@ -10,8 +10,9 @@ from pagecast import cluster, models
 from pagecast.cli import options
 from pagecast.cli.loading import LoadingBar
 from pagecast_scheduler.launch.events import ChildExited, ChildHung, Event, Failed, Loading, Ready, Stopping
-from pagecast_scheduler.launch.local import LaunchError, RunDir, Supervisor
 from pagecast_scheduler.launch.output import write_line
+from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
+from pagecast_scheduler.launch.supervisor import Supervisor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

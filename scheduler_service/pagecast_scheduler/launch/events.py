@@ -32,7 +32,7 @@ class ChildHung:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far a rank's start is: `done` of `total` in a phase ("weights", "kernels", "warm-up")."""
+    """How far a rank's start is: `done` of `total` in a phase of pagecast_wire.intake.LoadProgress."""
 
     rank: int
     phase: str

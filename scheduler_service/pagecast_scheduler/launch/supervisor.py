@@ -106,8 +106,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def stop(self) -> int:
-        """End in order: front ends drain, then the scheduler, then workers. Returns the exit code; may be called again, but not from
-        on_event or on_output."""
+        """End in the order of `stages`. Returns the exit code; may be called again, but not from on_event or on_output."""
         if self._thread.ident is None:
             self._run_dir.close()
             return EXIT_OK
@@ -271,6 +270,3 @@ class Supervisor:
             self._on_event(Stopping(names))
             for name in names:
                 self._children[name].signal(number)
-
-
-__all__ = ["LaunchError", "RestartPolicy", "RoleSpec", "RunDir", "Supervisor"]
