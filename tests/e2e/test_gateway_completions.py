@@ -109,6 +109,8 @@ def test_a_model_shorter_than_the_usual_limit_answers_too() -> None:
     ([[5], [6, -1, "x"], "y", []], ["prompt[1][1]: Input", "prompt[1][2]: Input", "prompt[2]: Input", "prompt[3] must not be"], {}),
     ([[7] * 64, [7], [7] * 70], ["prompt[0]: the prompt must be at most 63", "prompt[2]: the prompt must be at most 63"], {}),
     ([[7] * 60, [7] * 61, [7]], ["prompt[0]: max_tokens: prompt of 60 tokens", "prompt[1]: max_tokens: prompt of 61"], {"max_tokens": 5}),
+    ([[7], [8]], ["logprobs must be 0 to 20, not 999"], {"max_tokens": 0, "echo": True, "logprobs": 999}),
+    ([7], ["logprobs must be 0 to 20, not 999"], {"echo": True, "logprobs": 999}),
     (["x", ""], ["prompt[1] must not be empty", "temperature must be 0 to 100"], {"temperature": 1000}),
     (["x"] * 127 + ["", "y"], ["prompt must hold 1 to 128 prompts, not 129", "prompt[127] must not be empty"], {}),
     ({}, ["prompt: Input should be a text, several texts, the token ids of one prompt, or of several"], {}),

@@ -32,6 +32,8 @@ _PARAMS = {
     "spec.sampling.num_sequences": "n",
     "spec.sampling.": "",
     "spec.output.logprobs.top_n": "logprobs",
+    "spec.output.prompt_logprobs.top_n": "logprobs",
+    "spec.output.prompt_logprobs": "logprobs",
     "spec.output.": "",
     "spec.stopping.max_output_tokens": "max_tokens",
     "spec.stopping.min_output_tokens": "min_tokens",
@@ -115,8 +117,9 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
 
 
 def _said(error: RpcError, names: Mapping[str, str]) -> list[Fault]:
-    """What a front end says of a body's fields."""
-    told: list[Fault] = [(_told(v, names), param_of(v.field, names)) for v in error.violations if v.field != _OWN_FIELD]
+    """What a front end says of a body's fields. One field of a body can be several of the API's."""
+    said = [(_told(v, names), param_of(v.field, names)) for v in error.violations if v.field != _OWN_FIELD]
+    told: list[Fault] = list(dict.fromkeys(said))
     if not told and error.reason in _PARAM_OF_REASON:
         told.append((error.message, _PARAM_OF_REASON[error.reason]))
     return told
@@ -197,5 +200,5 @@ def of_rpc(error: RpcError, names: Mapping[str, str] = MappingProxyType({})) -> 
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    text = "; ".join(_told(v, names) for v in error.violations) or error.message
+    text = "; ".join(dict.fromkeys(_told(v, names) for v in error.violations)) or error.message
     return status, body(text, kind, param, code), headers
