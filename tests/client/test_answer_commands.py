@@ -1,13 +1,15 @@
 """What `generate` and `chat` ask for and how they show it: several answers, log-probabilities, every sampling value by a flag."""
 
 import argparse
+import os
+import subprocess
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from client.fake_server import FakeServer
-from client.test_commands import pagecast
+from client.test_commands import PAGECAST, pagecast
 
 from pagecast.cli import arguments, generate
 from pagecast.cli.answer import Answer, show
@@ -67,6 +69,16 @@ def test_there_is_a_flag_for_every_sampling_value() -> None:
 def test_what_a_flag_cannot_hold_is_said(server: FakeServer, words: list[str], said: str) -> None:
     done = pagecast("generate", "hello", "--target", server.target, *words)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # what Python does with bytes depends on the locale
+@pytest.mark.parametrize("words", [["generate", "-"], ["generate", b"\xff"], ["chat"]])
+def test_what_is_no_text_is_said(server: FakeServer, words: list[Any], errors: str) -> None:
+    env = os.environ | {"PYTHONIOENCODING": f"utf-8:{errors}"}
+    command = [*PAGECAST, *words, "--target", server.target]
+    done = subprocess.run(command, capture_output=True, input=b"caf\xe9\n", timeout=120, env=env)
+    assert (done.returncode, done.stderr) == (2, f"pagecast {words[0]}: what was given is not UTF-8 text\n".encode())
+    assert server.script.asked == []
 
 
 class Replayed(list):

@@ -50,6 +50,8 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["admin", "requests"], 2, "has no methods for operators"),
     (["generate", "endless", "--timeout", "0.5"], 1, "the call's timeout ran out"),
     (["generate"], 2, "required: prompt"),
+    (["status", ""], 2, "unrecognized arguments: ; see"),
+    (["batch", ""], 2, "cannot read .: Is a directory"),
     (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such; see"),
     (["generate", "x", "--max-token=3"], 2, "unrecognized arguments: --max-token=3; did you mean --max-tokens?; see"),
     (["no-such"], 2, "no command 'no-such'; see"),

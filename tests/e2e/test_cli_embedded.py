@@ -102,8 +102,20 @@ print("generated", flush=True)
 """
 
 
+FORK = """
+child = os.fork()
+if child == 0:
+    sys.exit(5)  # at a fork's exit the cluster is not ended, and not waited for
+end = time.monotonic() + 60
+while os.waitpid(child, os.WNOHANG) == (0, 0):
+    assert time.monotonic() < end, os.kill(child, signal.SIGKILL)
+    time.sleep(0.05)
+assert len(llm.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
+"""
+
+
 @pytest.mark.parametrize(("end", "code"), [
-    ("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('x')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    (FORK, 0), ("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('x')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ("os._exit(4)", 4), ("del llm", 0),
 ])
 def test_no_process_outlives_the_program(end: str, code: int) -> None:

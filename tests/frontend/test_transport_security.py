@@ -220,7 +220,7 @@ async def test_unix_sockets_are_this_users_alone_and_not_taken_from_whoever_list
     await stop_rig(again)
     path.unlink(missing_ok=True)
     path.write_text("somebody's file")
-    with pytest.raises(PortInUse):
+    with pytest.raises(PortInUse, match=r"c\.sock: what is there is no socket"):
         await Frontend(FrontendConfig(run_dir=str(folder), port=0, uds=str(path))).start()
     assert path.read_text() == "somebody's file"
 

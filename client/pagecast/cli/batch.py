@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     elif any((args.tls, args.ca, args.cert, args.key, args.server_name, args.token_file)):
         args.usage_error("--tls, --ca, --cert, --key, --server-name and --token-file go with --target")
     source = Path(args.file)
-    output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     tasks = read_tasks(source)
+    output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     if not tasks:
         raise BadBatch(f"{source} has no request")
     done = answered(output)

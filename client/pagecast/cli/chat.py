@@ -28,12 +28,18 @@ def run(args: argparse.Namespace) -> int:
         print("Ctrl-C stops an answer, /exit ends.")
     with arguments.connect(args) as client:
         arguments.reach(client, args.timeout)
-        while (line := _next_line()) is not None:
-            history.append(ChatMessage("user", line))
-            answer, start = Answer(), time.perf_counter()
+        while True:
+            answer = Answer()
             try:
+                if (line := _next_line()) is None:
+                    return 0
+                history.append(ChatMessage("user", line))
+                start = time.perf_counter()
                 with client.stream(history, sampling, **options) as stream:
                     show(stream, answer, start)
+            except UnicodeError:
+                print("pagecast chat: what was given is not UTF-8 text", file=sys.stderr)
+                return 2
             except ValueError as error:  # a flag's value, which the next line would meet as well
                 print(f"pagecast chat: {error}", file=sys.stderr)
                 return 2
@@ -44,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
                 history.pop()
                 continue
             history.append(ChatMessage("assistant", answer.text))
-    return 0
 
 
 def _next_line() -> str | None:

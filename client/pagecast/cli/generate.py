@@ -18,16 +18,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
-    prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
     answer = Answer()
     try:
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+        prompt: Prompt = [{"role": "user", "content": text}] if args.chat else text
         sampling = arguments.sampling(args)
         with arguments.connect(args) as client:
             arguments.reach(client, args.timeout)
             start = time.perf_counter()
             with client.stream(prompt, sampling, **arguments.request_options(args)) as stream:
                 complete = show(stream, answer, start)
+    except UnicodeError:  # of bytes that are no text Python makes what no encoding can write
+        print("pagecast generate: what was given is not UTF-8 text", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"pagecast generate: {error}", file=sys.stderr)
         return 2

@@ -44,6 +44,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if (unknown := message.removeprefix("unrecognized arguments: ")) != message:
-            message += meant(unknown.split()[0].partition("=")[0], self._option_string_actions)
+            message += meant(unknown.partition(" ")[0].partition("=")[0], self._option_string_actions)
         print(f"{self.prog}: {message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)

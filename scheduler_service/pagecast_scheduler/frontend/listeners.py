@@ -161,30 +161,35 @@ def _bind_tcp(listener: Listener, host: str, port: int, credentials: grpc.Server
 
 def _bind_unix(listener: Listener, path: Path) -> None:
     """A socket that this user alone can open. One that a process still listens on is not taken from it, which gRPC would do."""
-    if _is_listened_on(path):
-        raise PortInUse(f"cannot listen on unix:{path}: another process listens there")
+    why = _in_the_way(path)
     before = os.umask(0o077)
     try:
-        listener.server.add_insecure_port(f"unix:{path}")
+        if why is None:
+            listener.server.add_insecure_port(f"unix:{path}")
     except RuntimeError:
-        raise PortInUse(f"cannot listen on unix:{path}: the path is too long, taken, or in a folder that cannot be written") from None
+        why = "the path is too long, taken, or in a folder that cannot be written"
     finally:
         os.umask(before)
+    if why is not None:
+        raise PortInUse(f"cannot listen on unix:{path}: {why}")
     listener.addresses.append(f"unix:{path}")
 
 
-def _is_listened_on(path: Path) -> bool:
+def _in_the_way(path: Path) -> str | None:
+    """Why the path is not to be listened on; None where it is free, or a socket that nobody listens on any more."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            return True  # not a socket: somebody's file
+            return "what is there is no socket"
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             probe.connect(str(path))
     except (FileNotFoundError, ConnectionRefusedError):
-        return False
-    except OSError:
-        return True
-    return True
+        return None
+    except TimeoutError:
+        return "another process listens there"
+    except OSError as error:
+        return error.strerror or "it cannot be looked at"
+    return "another process listens there"
 
 
 def all_addresses(listeners: Sequence[Listener]) -> list[str]:

@@ -5,6 +5,7 @@ breaks; this only brings the process back (a rank together with all ranks: a gro
 """
 
 import atexit
+import os
 import selectors
 import signal
 import socket
@@ -68,6 +69,7 @@ class Supervisor:
         self._condemned: set[int] = set()  # pids of ranks that were killed because another one died
         self._load_faults = 0  # workers that ended with an error before anything served
         self._stages: Stages | None = None
+        self._owner = os.getpid()
         self._stop_wanted = self._kill_wanted = False
         self._hurry_wanted = False
         self._wake_end, self._waker = socket.socketpair()
@@ -106,7 +108,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def stop(self) -> int:
-        """End in the order of `stages`. Returns the exit code; may be called again, but not from on_event or on_output."""
+        """End in the order of `stages`. Returns the exit code; may be called again, but not from on_event or on_output. In a fork of the
+        process that started the cluster it does nothing: the thread that would is not there."""
+        if os.getpid() != self._owner:
+            return EXIT_OK
         if self._thread.ident is None:
             self._run_dir.close()
             return EXIT_OK
