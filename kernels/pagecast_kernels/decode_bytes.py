@@ -12,23 +12,22 @@ from pagecast_kernels.online_softmax import capped, nothing_seen, weigh
 from pagecast_kernels.paging import blocks_of, load_tile, runs_of
 
 INTERPRETED = triton.knobs.runtime.interpret
-_SPLIT = tl.constexpr("""{
+SPLIT = tl.constexpr("""{
 .reg .b32 t;
 .reg .b16 l, h;
-prmt.b32 t, $2, $2, 0x0020;
+prmt.b32 t, $2, $2, 0x3120;
 mov.b32 {l, h}, t;
 cvt.rn.f16x2.e4m3x2 $0, l;
-prmt.b32 t, $2, $2, 0x0031;
-mov.b32 {l, h}, t;
-cvt.rn.f16x2.e4m3x2 $1, l;
+cvt.rn.f16x2.e4m3x2 $1, h;
 }""")
+"""Of a register of two words: their even lanes, and their odd ones."""
 
 
 @triton.jit
 def _lanes(words, ASM: tl.constexpr):
     """The even and the odd lanes, float16, of int16 words."""
     if ASM:
-        return tl.inline_asm_elementwise(_SPLIT, "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(SPLIT, "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
     else:
         even, odd = (words & 255).to(tl.uint8), (words >> 8 & 255).to(tl.uint8)
         return even.to(tl.float8e4nv, bitcast=True).to(tl.float16), odd.to(tl.float8e4nv, bitcast=True).to(tl.float16)
