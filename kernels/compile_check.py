@@ -155,6 +155,25 @@ def hopper_variants() -> Iterator[Variant]:
             yield f"paged_decode hopper {kind} h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)
 
 
+def hopper_byte_variants() -> Iterator[Variant]:
+    """The same over a cache of e4m3."""
+    from pagecast_kernels import decode_hopper_bytes
+
+    for heads, kv_heads, size, dtype in (
+        (32, 8, 16, torch.bfloat16), (8, 2, 32, torch.float16), (4, 4, 16, torch.bfloat16), (16, 1, 128, torch.bfloat16),
+        (12, 2, 64, torch.float16),
+    ):  # fmt: skip
+        q, cache = torch.zeros((2, heads, 128), dtype=dtype), torch.zeros((4, kv_heads, size, 128)).to(torch.float8_e4m3fn)
+        for kind, count in (("few", 1), ("many", configs.MANY_PAIRS)):
+            if (config := decode_hopper_bytes.config_for(count, kv_heads, heads // kv_heads, "cpu")) is None:
+                continue
+            work, tiles = decode.decode_workspace(2, heads, kv_heads, 128, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
+            scale = torch.ones(kv_heads)
+            args = (q, cache, cache, _ints(2), 0.1, scale, scale, tiles, work, q, config)
+            name = f"paged_decode hopper e4m3 {kind} g{heads // kv_heads} page{size}"
+            yield name, lambda args=args: decode_hopper_bytes.launch(*args)
+
+
 def wide_expert_variants() -> Iterator[Variant]:
     """The launches for many pairs an expert: Qwen3-30B-A3B whole and in four parts, whose sizes no tile divides."""
     for inner, dtype in ((768, torch.bfloat16), (192, torch.bfloat16), (768, torch.float16)):
@@ -419,7 +438,8 @@ def main() -> int:
     args = parser.parse_args()
     compiled = compile_only(args.arch)
     bad = 0
-    hopper = (*hopper_variants(), *latent_hopper_variants(), *wide_expert_variants(), *rotating_variants()) if args.arch == 90 else ()
+    kinds = (hopper_variants, hopper_byte_variants, latent_hopper_variants, wide_expert_variants, rotating_variants)
+    hopper = [variant for kind in kinds for variant in kind()] if args.arch == 90 else []
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
     for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):

@@ -164,6 +164,7 @@ def check_hopper() -> Iterator[tuple[str, float]]:
         want = reference.paged_prefill(exact.q, exact.k_cache, exact.v_cache, *tables, max_query_len=2048)
         yield f"hopper {heads}/{kv_heads} page{size} {dtype} {config}", paged_case.relative_error(out, want)
     yield from gpu_check_attention.check_hopper()
+    yield from gpu_check_attention.check_hopper_bytes()
     yield from gpu_check_attention.check_latent_hopper()
 
 

@@ -10,11 +10,16 @@ from collections.abc import Iterator
 import torch
 from ops import paged_case
 
-from pagecast_kernels import configs, decode_flat, decode_hopper, latent, prefill, reference, shared_prefix
+from pagecast_kernels import configs, decode_flat, decode_hopper, decode_hopper_bytes, latent, prefill, reference, shared_prefix
 
 LENS = [1, 15, 16, 17, 0, 63, 64, 65, 700, 3000, 129]
 CHUNKS = [(1, 1), (17, 17), (640, 5), (333, 333), (0, 0), (1000, 400), (33, 32)]  # (seq_len, query_len)
 FLAT = (((32, 8, 128, 16), 0.0), ((9, 3, 64, 32), 0.0), ((8, 2, 96, 16), 20.0), ((8, 1, 128, 128), 0.0))  # shape, soft-cap
+BYTES = (
+    (32, 8, 16, torch.bfloat16), (32, 8, 32, torch.float16), (8, 8, 16, torch.bfloat16), (12, 4, 64, torch.bfloat16),
+    (16, 1, 128, torch.float16), (10, 2, 16, torch.bfloat16),
+)  # fmt: skip
+"""Heads, KV heads, block size and type of q, over a cache of e4m3."""
 Errors = Iterator[tuple[str, float]]
 
 
@@ -56,6 +61,43 @@ def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
                 decode_hopper.launch(case.q, case.k_cache, case.v_cache, case.seq_lens, 0.09, tiles, work.scratch, out, config)
                 yield f"{name} call {call}", paged_case.relative_error(out, want)
             yield f"{name} counters", float(work.scratch.counters.any())
+
+
+def check_hopper_bytes(
+    device: str = "cuda", lens: list[int] = LENS, shapes: tuple[tuple[int, int, int, torch.dtype], ...] = BYTES,
+    launches: tuple[configs.HopperDecode, ...] = (),
+) -> Errors:  # fmt: skip
+    """The same over a cache of e4m3, by the table's launches or others: thrice with one workspace, then in a graph."""
+    many, edges = [*lens, *range(1, 200, 7), *[218] * 40], [127, 128, 129, 0, 255, 256, 257, 31, 32, 33]
+    for heads, kv_heads, size, dtype in shapes:
+        made_for = (decode_hopper_bytes.config_for(n, kv_heads, heads // kv_heads, device) for n in (1, configs.MANY_PAIRS))
+        tried = launches or tuple(filter(None, made_for))
+        for seq_lens in ([3], lens, edges, many, [9000], [0, 0]):
+            count = len(seq_lens)
+            case = paged_case.make(heads, seq_lens, [1] * count, heads, kv_heads, 128, size, dtype, device)
+            caches = [cache.to(torch.float8_e4m3fn) for cache in (case.k_cache, case.v_cache)]
+            scales = [torch.rand(kv_heads, device=device) + 0.5 for _ in caches]
+            tables = (case.block_table, case.rows, case.seq_lens)
+            want = reference.paged_decode(case.q.double(), *caches, *tables, 0.09, k_scale=scales[0], v_scale=scales[1])
+            work = decode_flat.step_workspace(count, heads, kv_heads, 128, device)
+            for config in tried:
+                work.scratch.parts.fill_(float("nan"))
+                work.scratch.stats.fill_(float("nan"))
+                out, tiles = torch.empty_like(case.q), work.tiles.of(*tables, size, config.tile)
+                args = (case.q, *caches, case.seq_lens, 0.09, *scales, tiles, work.scratch, out, config)
+                name = f"decode_hopper e4m3 {heads}/{kv_heads} page{size} x{count} longest {max(seq_lens)} {config}"
+                for call in range(3):
+                    out.fill_(float("nan"))
+                    decode_hopper_bytes.launch(*args)
+                    yield f"{name} call {call}", paged_case.relative_error(out, want)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode_hopper_bytes.launch(*args)
+                for _ in range(3):
+                    out.fill_(float("nan"))
+                    graph.replay()
+                yield f"{name} replayed", paged_case.relative_error(out, want)
+                yield f"{name} counters", float(work.scratch.counters.any())
 
 
 def check_shared(device: str = "cuda", prefix: int = 128) -> Errors:

@@ -166,7 +166,7 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
     if itemsize == 1 and head_dim == 128 and batch * num_kv_heads >= MANY_PAIRS and arch(device) == 90:
         # Measured with 8 KV heads in groups of 4. It spills four words, outside its loop over tokens, and is faster than what does not.
-        return Decode(tile=32, warps=1, stages=3, programs=_even(8 * processors(device)))
+        return Decode(tile=32, warps=1, stages=3, programs=even(8 * processors(device)))
     if itemsize == 1:
         return Decode(tile=64, warps=2, stages=3, programs=4 * processors(device))
     if FEW_PAIRS < batch * num_kv_heads <= 1024:
@@ -189,7 +189,7 @@ def _is_power_of_2(n: int) -> bool:
     return n & n - 1 == 0
 
 
-def _even(programs: int) -> int:
+def even(programs: int) -> int:
     """The power of two below `programs` if it is nearly as many: sequences of equal lengths then fall whole to programs, or in equal
     parts, which is worth more than the last processors."""
     power = 1 << programs.bit_length() - 1
@@ -208,8 +208,8 @@ def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.devi
     pairs, warps = batch * num_kv_heads, 2 if arch(device) == 90 else 4  # two warps have registers enough on Hopper alone
     if head_dim > 64 and _is_power_of_2(num_kv_heads):
         if pairs <= FEW_PAIRS:
-            return Decode(tile=64, warps=warps, stages=3, programs=_even(2 * processors(device)), team=8)
-        return Decode(tile=64, warps=warps, stages=2, programs=_even(4 * processors(device)))
+            return Decode(tile=64, warps=warps, stages=3, programs=even(2 * processors(device)), team=8)
+        return Decode(tile=64, warps=warps, stages=2, programs=even(4 * processors(device)))
     if pairs <= 8:
         return Decode(tile=64, warps=4, stages=4, programs=processors(device))
     if pairs <= FEW_PAIRS:
@@ -234,7 +234,7 @@ def decode_hopper(
         return HopperDecode(tile=64, depth=2, programs=programs, registers=80, fetching=32, early=True, by_head=True)
     if head_dim <= 64:
         return HopperDecode(tile=128, depth=3, programs=2 * processors(device), registers=128)
-    programs = _even(processors(device)) if _is_power_of_2(num_kv_heads) else processors(device)
+    programs = even(processors(device)) if _is_power_of_2(num_kv_heads) else processors(device)
     return HopperDecode(tile=64, depth=6, programs=programs, registers=144, early=True)
 
 
@@ -362,7 +362,7 @@ def latent_hopper(batch: int, device: torch.device | str) -> HopperDecode:
     """Launch of latent_hopper, whose tile is the rows of a warpgroup's product; depth: chunks of 8 KiB, of which a tile has nine. Queries
     twice and 23 chunks are what shared memory holds. Measured with 16 heads on an H200, 30 November 2026."""
     team = 0 if batch <= LATENT_FEW else 8
-    return HopperDecode(tile=64, depth=18, programs=_even(processors(device)), registers=144, early=True, team=team)
+    return HopperDecode(tile=64, depth=18, programs=even(processors(device)), registers=144, early=True, team=team)
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:

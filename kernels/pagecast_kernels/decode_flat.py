@@ -300,6 +300,13 @@ def paged_decode(
     """See reference.paged_decode. block_table, rows and seq_lens are the same tensors for all layers of a step, and new ones in the
     next. Cases that do not suit go the way of decode.paged_decode."""
     out = torch.empty_like(q) if out is None else out
+    if k_scale is not None and v_scale is not None and q.shape[0] and configs.is_hopper(q.device):
+        from pagecast_kernels import decode_hopper_bytes
+
+        if (of_bytes := decode_hopper_bytes.launch_for(q, k_cache, window, softcap)) is not None:
+            tiles = workspace.tiles.of(block_table, rows, seq_lens, k_cache.shape[2], of_bytes.tile)
+            scales = (scale, k_scale, v_scale)
+            return decode_hopper_bytes.launch(q, k_cache, v_cache, seq_lens, *scales, tiles, workspace.scratch, out, of_bytes)
     if not suits(q, k_cache, window, k_scale):
         tables = (block_table, rows, seq_lens, scale)
         return decode.paged_decode(
