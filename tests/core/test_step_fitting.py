@@ -59,9 +59,54 @@ def test_prefill_is_cut_to_a_size_while_others_wait_for_rows():
     plans.append(cluster.plan())
     assert lengths(plans[1]) == [5], "no more rows than these seven tokens need"
     cluster.apply()
+    for _ in range(policy.MOST_STEPS_WITHOUT_PREFILL):
+        plans.append(cluster.plan())
+        assert lengths(plans[-1]) == [], "two tokens wait for more"
+        cluster.apply()
     plans.append(cluster.plan())
-    assert lengths(plans[2]) == [2], "the last ones fill no size"
+    assert lengths(plans[-1]) == [2], "the last ones fill no size"
     cluster.apply()
+    cluster.run()
+    assert all(stream.tokens == stream.expected for stream in cluster.streams.values())
+
+
+def waiting_for_one_row(count):
+    """Three rows that decode, and `count` prompts of two tokens for the one row that is left."""
+    cluster = full_rows(step_sizes=(8, 16, 24))
+    for key in range(10, 10 + count):
+        cluster.submit(key, prompt(2, key), 1, seed=key)
+    return cluster
+
+
+def steps_with_prefill(cluster, count):
+    chunks = []
+    for _ in range(count):
+        chunks.append(len(lengths(cluster.plan())))
+        cluster.apply()
+    return chunks
+
+
+def test_little_prefill_waits_for_a_few_steps():
+    chunks = steps_with_prefill(waiting_for_one_row(7), 20)
+    first = chunks.index(1)
+    assert first <= policy.MOST_STEPS_WITHOUT_PREFILL
+    assert chunks[first : first + 16] == [1, 0, 0, 0] * 4
+
+
+def test_as_much_prefill_as_there_are_decodes_does_not_wait():
+    cluster = full_rows(step_sizes=(8, 16, 24))
+    for key in range(10, 15):
+        cluster.submit(key, prompt(3, key), 1, seed=key)
+    assert steps_with_prefill(cluster, 4) == [1, 1, 1, 1]
+
+
+def test_a_new_life_counts_its_own_steps():
+    """Steps begin at zero again: one of the life before is none to count from."""
+    cluster = waiting_for_one_row(14)
+    steps_with_prefill(cluster, 26)
+    assert cluster.state.prefilled_in > 20
+    cluster.fail()
+    assert cluster.state.prefilled_in == 0
     cluster.run()
     assert all(stream.tokens == stream.expected for stream in cluster.streams.values())
 

@@ -14,6 +14,7 @@ class InvariantError(AssertionError):
 def check(scheduler: Scheduler) -> None:
     """Raise InvariantError if anything is inconsistent. Costs O(blocks + rows + requests)."""
     s = scheduler.state
+    _require(max(s.applied_step, s.prefilled_in) <= s.step, "a step is remembered that this epoch has not planned")
     _check_blocks(s)
     _check_rows(s)
     _check_requests(s)

@@ -110,6 +110,8 @@ def _commit(s: State, draft: PlanDraft, now: int) -> StepPlan:
     """The draft becomes the next step: lengths advance, the plan is in flight, rows at their limit are let go."""
     rows, stepping = s.rows, draft.stepping
     s.step += 1
+    if draft.chunks:
+        s.prefilled_in = s.step
     checksum = _checksum(s) if s.config.table_checksums else 0
     limits: Index | None = None
     if draft.num_steps > 1:

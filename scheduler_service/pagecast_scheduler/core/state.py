@@ -85,6 +85,7 @@ class State:
     queue: WaitingQueue
     step: int = 0
     applied_step: int = 0
+    prefilled_in: int = 0  # the last step that computed part of a prompt
     requests: dict[int, Request] = field(default_factory=dict)
     in_flight: deque[InFlight] = field(default_factory=deque)
     detached: dict[tuple[int, int], Detached] = field(default_factory=dict)
