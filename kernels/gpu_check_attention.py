@@ -47,10 +47,11 @@ def check_hopper(device: str = "cuda", lens: list[int] = LENS) -> Errors:
         (12, 4, 128, 64, torch.bfloat16), (10, 2, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16),
         (16, 1, 64, 128, torch.float16), (12, 3, 128, 32, torch.bfloat16),
     ):  # fmt: skip
-        made_for = (configs.decode_hopper(n, kv_heads, heads // kv_heads, dim, size, device) for n in (1, configs.MANY_PAIRS))
+        counts = (1, configs.FEW_PAIRS // kv_heads, configs.MANY_PAIRS)
+        made_for = dict.fromkeys(configs.decode_hopper(n, kv_heads, heads // kv_heads, dim, size, device) for n in counts)
         for config, seq_lens in itertools.product(filter(None, made_for), ([3], lens, many, [9000], [0, 0])):
             count = len(seq_lens)
-            name = f"decode_hopper {'many' if config.by_head else 'few'} {heads}/{kv_heads} d{dim} page{size} x{count}"
+            name = f"decode_hopper @{config.programs} {heads}/{kv_heads} d{dim} page{size} x{count}"
             case = paged_case.make(heads, seq_lens, [1] * count, heads, kv_heads, dim, size, dtype, device)
             exact, tables = case.to(torch.float64), (case.block_table, case.rows, case.seq_lens)
             want = reference.paged_decode(exact.q, exact.k_cache, exact.v_cache, *tables, 0.09)

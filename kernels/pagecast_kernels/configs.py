@@ -222,18 +222,21 @@ def decode_hopper(
 ) -> HopperDecode | None:  # fmt: skip
     """Launch of decode_hopper where it is the faster one, None where decode_flat is: 192 KiB of tiles in flight on every processor.
 
-    Few sequences measured with 8 KV heads of size 128 in groups of 4 and with 3 of size 64 in groups of 3; many, 64 and 256, with the
-    former in blocks of 16 (those of 32 are alike, others spill): ragged lengths gain 3 to 5 %, equal ones lose 1 to 3. H200, 30 November
-    2026.
+    Few sequences measured with 8 KV heads of size 128 in groups of 4 and with 3 of size 64 in groups of 3; 9 to 256 with the former in
+    blocks of 16 (those of 32 are alike, others spill): ragged lengths gain 3 to 30 %, the more the fewer, equal ones 1 to 2 % up to 63 and
+    lose 1 to 3 from 64 on. H200, 30 November 2026.
     """
     pairs = batch * num_kv_heads
     if pairs > FEW_PAIRS:
-        if pairs < MANY_PAIRS or (group, head_dim) != (4, 128) or block_size not in (16, 32):
+        if (group, head_dim) != (4, 128) or block_size not in (16, 32):
             return None
         programs = max(3 * processors(device) // num_kv_heads, 1) * num_kv_heads
         return HopperDecode(tile=64, depth=2, programs=programs, registers=80, fetching=32, early=True, by_head=True)
     if head_dim <= 64:
         return HopperDecode(tile=128, depth=3, programs=2 * processors(device), registers=128)
+    if pairs >= 32 and group == 4 and _is_power_of_2(num_kv_heads):
+        programs = even(2 * processors(device)) // num_kv_heads * num_kv_heads
+        return HopperDecode(tile=64, depth=3, programs=programs, registers=128, early=True, by_head=True)
     programs = even(processors(device)) if _is_power_of_2(num_kv_heads) else processors(device)
     return HopperDecode(tile=64, depth=6, programs=programs, registers=144, early=True)
 

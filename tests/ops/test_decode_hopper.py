@@ -96,14 +96,15 @@ def test_equal_sequences_fall_in_equal_parts(monkeypatch: pytest.MonkeyPatch, pr
 def test_many_sequences_are_shared_by_head_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was not measured, or would spill, stays with the other kernel."""
     monkeypatch.setattr(configs, "processors", lambda device: 132)
-    for batch, kv_heads, dtype in ((64, 8, torch.bfloat16), (256, 8, torch.bfloat16), (1000, 3, torch.float16)):
+    for batch, kv_heads, dtype in ((9, 8, torch.bfloat16), (64, 8, torch.bfloat16), (256, 8, torch.bfloat16), (1000, 3, torch.float16)):
         cache = torch.empty((9, kv_heads, 16, 128), dtype=dtype)
         config = decode_hopper.launch_for(torch.empty((batch, 4 * kv_heads, 128), dtype=dtype), cache)
         assert config and config.by_head and config.programs == 396 // kv_heads * kv_heads
     q = torch.empty((512, 32, 128), dtype=torch.bfloat16)
     for shape, softcap in (((9, 8, 16, 128), 30.0), ((9, 8, 64, 128), 0.0), ((9, 4, 16, 128), 0.0), ((9, 32, 16, 128), 0.0)):
         assert decode_hopper.launch_for(q, torch.empty(shape, dtype=q.dtype), softcap) is None
-    assert decode_hopper.launch_for(q[:63], torch.empty((9, 8, 16, 128), dtype=q.dtype)) is None
+    few = {n: decode_hopper.launch_for(q[:n], torch.empty((9, 8, 16, 128), dtype=q.dtype)) for n in (3, 4, 8)}
+    assert [config and (config.by_head, config.programs) for config in few.values()] == [(False, 128), (True, 256), (True, 256)]
     assert decode_hopper.launch_for(q[..., :64], torch.empty((9, 8, 16, 64), dtype=q.dtype)) is None
 
 
