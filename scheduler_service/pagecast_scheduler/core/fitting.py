@@ -10,8 +10,8 @@ from pagecast_scheduler.core.state import State
 
 
 def fit_budget(s: State, draft: PlanDraft, budget: int, now: int) -> int:
-    """The tokens left for prefill in this step, cut so that decodes and chunks fill one of step_sizes, or to nothing where prefill waits for
-    more. Called while the queue holds more sequences than there are free rows."""
+    """The tokens left for prefill in this step, cut so that decodes and chunks fill one of step_sizes, 0 where prefill waits for more.
+    Called while the queue holds more sequences than there are free rows."""
     if draft.stalled or s.isolating() or not policy.decodes_fill(len(draft.stepping), s.config.max_num_seqs):
         return budget
     begun = sum(int(s.rows.num_tokens[row] - s.rows.num_computed[row]) for row in s.rows.prefilling if not s.rows.paused[row])
