@@ -16,7 +16,7 @@ import structlog
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from pagecast_kernels.plain_token_rules import EARLY
+from pagecast_kernels.reference_token_rules import EARLY
 from pagecast_wire.codec import view_u32
 from pagecast_wire.constraints import constraint_digest, grammar_of, limits
 from pagecast_wire.plan import Admission

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagecast_kernels.plain_row_scales import scaled_qkv
 from pagecast_kernels.reference import (
     GREEDY_BELOW,
     adjust_logits,
@@ -31,6 +30,7 @@ from pagecast_kernels.reference import (
     storage,
     to_cache,
 )
+from pagecast_kernels.reference_row_scales import scaled_qkv
 from pagecast_kernels.reference_shards import best_of_shard
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagecast_kernels.plain_token_rules import BIAS, EARLY, PENALTIES, WORDS
+from pagecast_kernels.reference_token_rules import BIAS, EARLY, PENALTIES, WORDS
 from pagecast_wire.codec import view_u32
 from pagecast_wire.plan import Admission
 from pagecast_wire.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGPROBS, SamplingParams
@@ -24,7 +24,7 @@ _RECENT = MAX_BAD_WORD_TOKENS - 1
 @dataclass(slots=True)
 class StepRules:
     """The rows of one step that ask for something. places: where they stand among the step's sampling rows. kinds: bits of
-    pagecast_kernels.plain_token_rules. constrained: which of those rows are under a constraint (indices into places).
+    pagecast_kernels.reference_token_rules. constrained: which of those rows are under a constraint (indices into places).
     logprob_places, logprob_counts: rows whose log-probabilities are told, and of how many best tokens.
     """
 
@@ -184,7 +184,7 @@ class TokenRules:
 
 
 def kinds_of(sampling: SamplingParams) -> int:
-    """The bits of pagecast_kernels.plain_token_rules that a request needs from its first token on."""
+    """The bits of pagecast_kernels.reference_token_rules that a request needs from its first token on."""
     penalised = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
     biased = sampling.logit_bias_ids or sampling.allowed_token_ids
     return (PENALTIES if penalised else 0) | (BIAS if biased else 0) | (WORDS if sampling.bad_word_lengths else 0)

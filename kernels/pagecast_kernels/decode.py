@@ -35,6 +35,13 @@ class DecodeWorkspace:
     parts: Tensor
     stats: Tensor
 
+    def check(self, pairs: int, programs: int) -> None:
+        """Raises ValueError where a launch of so many (sequence, KV head) pairs and programs needs more."""
+        held, room = self.counters.numel(), self.parts.shape[0] // 2
+        if pairs > held or programs > room:
+            wanted = f"{pairs} and {programs}"
+            raise ValueError(f"the workspace is for {held} (sequence, KV head) pairs and {room} programs, the launch needs {wanted}")
+
 
 @dataclass(frozen=True)
 class PrefixResults:
@@ -242,8 +249,7 @@ def paged_decode(
         return out
     config = configs.decode(batch, num_kv_heads, group, dim, q.device, k_cache.element_size()) if config is None else config
     workspace = decode_workspace(batch, num_heads, num_kv_heads, dim, q.device) if workspace is None else workspace
-    if workspace.counters.numel() < batch * num_kv_heads or workspace.parts.shape[0] < 2 * config.programs:
-        raise ValueError(f"the workspace holds {workspace.counters.numel()} counters, {batch} sequences need {batch * num_kv_heads}")
+    workspace.check(batch * num_kv_heads, config.programs)
     factor, cap = configs.score_scale(scale, softcap)
     if prefix is not None and (window or k_scale is not None):
         raise ValueError(f"sequences cannot share a prefix under a window of {window} tokens, nor in a cache of bytes")

@@ -17,7 +17,7 @@ from pagecast_kernels import configs, decode
 from pagecast_kernels.decode import DecodeWorkspace, combine, decode_workspace
 from pagecast_kernels.online_softmax import add_tile, capped, nothing_seen
 from pagecast_kernels.paging import heads_at, load_tile, runs_of, zero_padding
-from pagecast_kernels.shares import add_members, arrives_last, owner, share_of, store_part
+from pagecast_kernels.shares import add_members, arrives_last, owner, share_of, store_part, team_of
 
 _CHUNK = 32  # tiles that a program of `_list_tiles` writes at a time
 
@@ -116,11 +116,7 @@ def _arrive(
             combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM, LANES, PARTS)
             tl.store(counter, 0)
     else:
-        low, high = first_program, last_program
-        if last_program - first_program >= 2 * TEAM:
-            low = tl.maximum(program // TEAM * TEAM, first_program)
-            high = tl.minimum(program // TEAM * TEAM + TEAM - 1, last_program)
-        slot = 2 * low + (low == first_program).to(tl.int32)
+        low, high, slot = team_of(program, first_program, last_program, TEAM)
         if arrives_last(teams_ptr + slot, low, high):
             tl.store(teams_ptr + slot, 0)
             row, lane = tl.arange(0, OWN), tl.arange(0, LANES)

@@ -150,7 +150,7 @@ def experts_workspace(experts: int, device: torch.device | str) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See plain_experts.route; weights float32[T, k], experts int32[T, k] and lists int32[E, T] of pairs, of which counts[E] are told."""
+    """See reference_experts.route; weights float32[T, k], experts int32[T, k], and lists int32[E, T] of pairs, counts[E] of them."""
     (tokens, experts), chosen, device = logits.shape, routing.chosen, logits.device
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=device)
     ids = torch.empty((tokens, chosen), dtype=torch.int32, device=device)
@@ -194,7 +194,7 @@ def mixture(
     x: Tensor, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, *, bias: Tensor | None = None, gelu: bool = False,
     into: Tensor | None = None, workspace: Tensor | None = None, config: tuple[configs.Experts, configs.Experts] | None = None,
 ) -> Tensor:  # fmt: skip
-    """See plain_experts.mixture. All contiguous but logits' rows. config overrides the launch table of both products."""
+    """See reference_experts.mixture. All contiguous but logits' rows. config overrides the launch table of both products."""
     (tokens, hidden), experts = x.shape, logits.shape[1]
     out = torch.empty_like(x) if into is None else into
     if not tokens:

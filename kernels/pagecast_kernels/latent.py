@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a compressed paged cache: rotation and write, decode, prefill (see plain_latent).
+"""Multi-head latent attention over a compressed paged cache: rotation and write, decode, prefill (see reference_latent).
 
 All heads read the same latents, so the query heads are the rows of a tensor-core tile and one read of the cache serves them all;
 a tile of latents is both the keys (transposed) and the values. Decode cuts its work evenly over the chip as `decode` does, with
@@ -61,7 +61,7 @@ def latent_rope_and_write(
     q_rope: Tensor, kv: Tensor, norm: Tensor, eps: float, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor, k_cache: Tensor,
     v_cache: Tensor, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See plain_latent.latent_rope_and_write. Tokens and heads of q_rope and rows of kv may be strided."""
+    """See reference_latent.latent_rope_and_write. Tokens and heads of q_rope and rows of kv may be strided."""
     tokens, heads, dim = q_rope.shape
     rank, half = norm.shape[0], dim // 2
     out = torch.empty((tokens, heads, dim), dtype=q_rope.dtype, device=q_rope.device) if out is None else out
@@ -186,7 +186,7 @@ def latent_decode(
     *, workspace: StepWorkspace | None = None, out: Tensor | None = None,
     config: configs.LatentDecode | configs.HopperDecode | None = None,
 ) -> Tensor:  # fmt: skip
-    """See plain_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences.
+    """See reference_latent.latent_decode. All contiguous; sizes of latents and rotated keys are powers of two; at most 4,096 sequences.
 
     block_table, rows and seq_lens are the same tensors for all layers of a step, and new ones in the next.
     """
@@ -263,7 +263,7 @@ def latent_prefill(
     q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, query_start_loc: Tensor,
     seq_lens: Tensor, scale: float, *, max_query_len: int, out: Tensor | None = None, config: configs.Prefill | None = None,
 ) -> Tensor:  # fmt: skip
-    """See plain_latent.latent_prefill. All contiguous; the grid covers what max_query_len · N and T both allow."""
+    """See reference_latent.latent_prefill. All contiguous; the grid covers what max_query_len · N and T both allow."""
     (tokens, heads, rank), sequences = q_latent.shape, rows.shape[0]
     out = torch.zeros_like(q_latent) if out is None else out
     if not tokens or not sequences:

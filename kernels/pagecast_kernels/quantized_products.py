@@ -17,6 +17,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from pagecast_kernels import configs
 from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
+from pagecast_kernels.shares import arrives_last
 
 INTERPRETED = triton.knobs.runtime.interpret
 _UNPACK_4 = """{{
@@ -233,9 +234,8 @@ def finish_split(
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         own = parts_ptr + place.to(tl.int64) * (SPLITS * SIZE) + c[None, :] * acc.shape[0] + r[:, None]
         tl.store(own + tl.program_id(2) * SIZE, acc, inside)
-        # Every thread's stores come before the arrival, and the arrival before the last one's loads.
         tl.debug_barrier()
-        if tl.atomic_add(counter_ptr + place, 1, sem="acq_rel") == SPLITS - 1:
+        if arrives_last(counter_ptr + place, 0, SPLITS - 1):
             total = tl.zeros(acc.shape, tl.float32)
             for split in tl.static_range(SPLITS):
                 total += tl.load(own + split * SIZE, inside, 0.0, cache_modifier=".cg")

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagecast_kernels.plain_experts import mixture as mixture
-from pagecast_kernels.plain_experts import route as route
-from pagecast_kernels.plain_latent import latent_decode as latent_decode
-from pagecast_kernels.plain_latent import latent_prefill as latent_prefill
-from pagecast_kernels.plain_latent import latent_rope_and_write as latent_rope_and_write
-from pagecast_kernels.plain_row_scales import row_scale, scaled_qkv
-from pagecast_kernels.plain_token_rules import adjust_logits as adjust_logits
-from pagecast_kernels.plain_token_rules import forbid_tokens as forbid_tokens
-from pagecast_kernels.plain_token_rules import note_tokens as note_tokens
+from pagecast_kernels.reference_experts import mixture as mixture
+from pagecast_kernels.reference_experts import route as route
+from pagecast_kernels.reference_latent import latent_decode as latent_decode
+from pagecast_kernels.reference_latent import latent_prefill as latent_prefill
+from pagecast_kernels.reference_latent import latent_rope_and_write as latent_rope_and_write
+from pagecast_kernels.reference_row_scales import row_scale, scaled_qkv
+from pagecast_kernels.reference_token_rules import adjust_logits as adjust_logits
+from pagecast_kernels.reference_token_rules import forbid_tokens as forbid_tokens
+from pagecast_kernels.reference_token_rules import note_tokens as note_tokens
 
 GREEDY_BELOW = 1e-5  # a temperature below this is 0
 _MASK32 = 0xFFFFFFFF

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels.plain_token_rules import BIAS, EARLY, PENALTIES, WORDS
+from pagecast_kernels.reference_token_rules import BIAS, EARLY, PENALTIES, WORDS
 
 _TILE = 2048
 _PENALTIES, _BIAS, _WORDS, _EARLY = tl.constexpr(PENALTIES), tl.constexpr(BIAS), tl.constexpr(WORDS), tl.constexpr(EARLY)

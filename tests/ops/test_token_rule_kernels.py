@@ -8,7 +8,7 @@ import torch
 from ops import paged_case
 
 from pagecast_kernels import reference, token_rules
-from pagecast_kernels.plain_token_rules import BIAS, EARLY, PENALTIES, WORDS
+from pagecast_kernels.reference_token_rules import BIAS, EARLY, PENALTIES, WORDS
 
 assert paged_case  # chooses the interpreter
 ROWS, VOCAB, WORD_COUNT, WORD_LENGTH = 6, 2603, 8, 4

@@ -16,7 +16,7 @@ from worker.random_schemas import schema_text
 from worker.smollm2 import model_file
 from worker.tiny_model import wide_executor
 
-from pagecast_kernels.plain_token_rules import EARLY
+from pagecast_kernels.reference_token_rules import EARLY
 from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import Admission
 from pagecast_wire.result import FLAG_DEAD, FLAG_LARGE, FLAG_STOP

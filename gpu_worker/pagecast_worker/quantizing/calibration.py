@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagecast_kernels.plain_experts import expert_product
+from pagecast_kernels.reference_experts import expert_product
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.models.decoder import Decoder, Layer
 

@@ -37,7 +37,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(q_latent: Tensor, q_rope: Tensor, key: Tensor, latent: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """q_latent[.., R, L], q_rope[.., R, Dr]; key[S, Dr], latent[S, L]; seen bool, broadcastable to [.., R, S]."""
+    """Means [.., Hq, L] for q_latent[.., Hq, L], q_rope[.., Hq, R]; key[S, R], latent[S, L]; seen bool, broadcastable to [.., Hq, S]."""
     kind = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
     latent = latent.to(kind)
     scores = (q_latent.to(kind) @ latent.transpose(-1, -2) + q_rope.to(kind) @ key.to(kind).transpose(-1, -2)) * scale
