@@ -1,11 +1,15 @@
 """LLM and AsyncLLM: a model inside a program. They start a cluster of their own, of the same processes as `pagecast serve`, and stop it."""
 
+import asyncio
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from heapq import heappop, heappush
+from queue import Empty, SimpleQueue
 from typing import Any, Self, Unpack, cast
 
 import grpc
@@ -13,7 +17,8 @@ import grpc
 from pagecast import answers, models, requests, types
 from pagecast.async_client import AsyncClient, AsyncStream
 from pagecast.channel import channel_options
-from pagecast.errors import PagecastError, from_rpc
+from pagecast.errors import PagecastError, RpcError, from_rpc
+from pagecast.resuming import Asking
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc
 
@@ -121,7 +126,7 @@ class LLM(_Embedded):
     ) -> list[RequestOutput]:
         """Results in the order of the prompts. Give one prompt or many, and one SamplingParams or one for each prompt.
 
-        Raises the first RpcError met; the other requests are cancelled then.
+        Raises the first RpcError met; the other requests are cancelled then. What is lost with a front end is asked for again.
         """
         many = listed(prompts)
         each: Sequence[SamplingParams | None]
@@ -141,29 +146,17 @@ class LLM(_Embedded):
     def _run(self, specs: Iterator[generation_pb2.GenerationSpec], timeout: float | None) -> list[types.Generation]:
         """Keep a window of calls open, so that the batch is always full and the queue never long. Answers are read as they come, so that
         little is left to do after the last one."""
-        ended: SimpleQueue[int] = SimpleQueue()
-        calls: list[Any] = []
-        read: dict[int, types.Generation] = {}
-
-        def read_one() -> None:
-            number = ended.get()
-            read[number] = answers.generation(calls[number].result())
-
+        calls = _Calls(self._stubs, timeout)
         try:
-            for number, spec in enumerate(specs):
-                if len(calls) - len(read) >= self._window:
-                    read_one()
-                stub, request = self._stubs[number % len(self._stubs)], generation_pb2.GenerateRequest(spec=spec)
-                calls.append(stub.Generate.future(request, timeout=timeout))
-                calls[number].add_done_callback(lambda _, number=number: ended.put(number))
-            while len(read) < len(calls):
-                read_one()
-            return [read[number] for number in range(len(calls))]
-        except grpc.RpcError as error:
-            raise from_rpc(error) from None
+            for spec in specs:
+                if calls.num_open >= self._window:
+                    calls.read_one()
+                calls.ask(spec)
+            while calls.num_open:
+                calls.read_one()
+            return calls.read
         finally:
-            for call in calls:
-                call.cancel()
+            calls.cancel()
 
     def close(self) -> None:
         """Stop the cluster. May be called again."""
@@ -176,6 +169,69 @@ class LLM(_Embedded):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Calls:
+    """The calls of one `generate`. read: answers in the order of asking."""
+
+    def __init__(self, stubs: Sequence[Any], timeout: float | None) -> None:
+        self._stubs, self._timeout = stubs, timeout
+        self._num_asked = 0
+        self._asked: dict[int, tuple[generation_pb2.GenerateRequest, Asking]] = {}  # those without an answer
+        self._open: dict[int, Any] = {}
+        self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
+        self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._answers: dict[int, types.Generation] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Calls without an answer."""
+        return len(self._asked)
+
+    @property
+    def read(self) -> list[types.Generation]:
+        """Every answer, once none is open."""
+        return [self._answers[number] for number in range(self._num_asked)]
+
+    def ask(self, spec: generation_pb2.GenerationSpec) -> None:
+        """One more."""
+        number = self._num_asked
+        self._num_asked += 1
+        self._asked[number] = generation_pb2.GenerateRequest(spec=spec), Asking.of(self._timeout)
+        self._begin(number)
+
+    def _begin(self, number: int) -> None:
+        request, asking = self._asked[number]
+        stub = self._stubs[(number + asking.num_losses) % len(self._stubs)]  # another front end, if there is one
+        call = self._open[number] = stub.Generate.future(request, timeout=asking.begin())
+        call.add_done_callback(lambda call: self._ended.put((number, call)))
+
+    def read_one(self) -> None:
+        """Waits for one more answer. Raises the RpcError of a call that is not to be asked again."""
+        while True:
+            number, call = self._next()
+            try:
+                self._answers[number] = answers.generation(call.result())
+                del self._asked[number], self._open[number]
+                return
+            except grpc.RpcError as failed:
+                error = from_rpc(failed)
+            heappush(self._again, (time.monotonic() + self._asked[number][1].wait_after(error), number))
+
+    def _next(self) -> tuple[int, Any]:
+        """The next call to end. Meanwhile those are begun again whose time has come."""
+        while True:
+            wait = self._again[0][0] - time.monotonic() if self._again else None
+            if wait is not None and wait <= 0:
+                self._begin(heappop(self._again)[1])
+                continue
+            with suppress(Empty):
+                return self._ended.get(timeout=wait)
+
+    def cancel(self) -> None:
+        """End what is open."""
+        for call in self._open.values():
+            call.cancel()
 
 
 class AsyncLLM(_Embedded):
@@ -206,8 +262,17 @@ class AsyncLLM(_Embedded):
     async def generate(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
     ) -> RequestOutput:
-        """The whole result of one request."""
-        return RequestOutput.of(prompt, await self._connected().generate(prompt, sampling, **options))
+        """The whole result of one request. Asked for again if its front end is lost."""
+        asking = Asking.of(options.get("timeout"))
+        while True:
+            left = asking.begin()
+            if left is not None:
+                options["timeout"] = left
+            try:
+                return RequestOutput.of(prompt, await self._connected().generate(prompt, sampling, **options))
+            except RpcError as error:
+                wait = asking.wait_after(error)
+            await asyncio.sleep(wait)
 
     async def close(self) -> None:
         """Stop the cluster. May be called again."""

@@ -21,6 +21,43 @@ CANCEL_S = 5.0
 """What the word that a detached request is not wanted any more may take."""
 
 
+_NOBODY_THERE = ("", "STARTING", "RECOVERING", "SCHEDULER_LOST")
+"""Reasons of UNAVAILABLE that say nothing of the request. Empty: the connection ended, not the server's patience."""
+
+
+@dataclass(slots=True)
+class Asking:
+    """How often one whole answer was asked for in vain. It cannot be taken up where it broke: what a front end took with it is asked for
+    again. deadline: monotonic seconds of the caller's timeout, or None. begun: when it was last asked for."""
+
+    deadline: float | None
+    begun: float = 0.0
+    num_losses: int = 0
+    _lost_since: float = 0.0
+
+    @classmethod
+    def of(cls, timeout: float | None) -> "Asking":
+        return cls(None if timeout is None else time.monotonic() + timeout)
+
+    def begin(self) -> float | None:
+        """It is asked for now. Seconds that are left for the call."""
+        self.begun = time.monotonic()
+        return None if self.deadline is None else max(0.001, self.deadline - self.begun)
+
+    def wait_after(self, error: RpcError) -> float:
+        """Seconds to wait before it is asked for again. Raises the error where that is of no use: it is about the request, or nobody has
+        been there for too long."""
+        now = time.monotonic()
+        if not self.num_losses or now - self.begun > GIVE_UP_AFTER_S:  # it was under way, and lost anew
+            self.num_losses, self._lost_since = 0, now
+        wait = min(MOST_WAIT_S, FIRST_WAIT_S * 2.0**self.num_losses)
+        self.num_losses += 1
+        ends = min(self._lost_since + GIVE_UP_AFTER_S, self.deadline or float("inf"))
+        if not isinstance(error, Unavailable) or error.reason not in _NOBODY_THERE or now + wait >= ends:
+            raise error
+        return wait
+
+
 @dataclass(slots=True)
 class _Sequence:
     next_offset: int = 0

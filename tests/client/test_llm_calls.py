@@ -1,11 +1,12 @@
 """How LLM keeps its calls: no more than a window of them open, answers read as they come, and an error told at once."""
 
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
 
-from pagecast import answers, errors
+from pagecast import answers, errors, resuming
 from pagecast.llm import LLM
 from pagecast.v1 import generation_pb2
 
@@ -93,6 +94,38 @@ def test_answers_in_any_order_come_back_in_that_of_the_prompts(run: Callable[[St
     stub = Stub(on_call)
     assert run(stub, 10) == list(range(10))
     assert stub.most_open == 3
+
+
+class Lost(Refused):
+    """What a call raises whose front end is gone."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+
+def test_what_a_front_end_takes_with_it_is_asked_for_again(run: Callable[[Stub, int], list[object]]) -> None:
+    """The first three calls are lost at once; all that come after them are answered."""
+    last: list[int] = []
+
+    def on_call(calls: list[Call]) -> None:
+        number = len(calls) - 1
+        if number == 2:
+            for call in calls:
+                call.end(Lost())
+        elif number > 2:
+            calls[number].end(number)
+            last.append(number)
+
+    stub = Stub(on_call)
+    assert run(stub, 4) == [3, 4, 5, 6] and last == [3, 4, 5, 6] and stub.most_open == 3
+
+
+def test_a_call_that_nobody_ever_takes_fails_with_what_was_said(run: Callable[[Stub, int], list[object]], monkeypatch: Any) -> None:
+    monkeypatch.setattr(resuming, "GIVE_UP_AFTER_S", 0.5)
+    stub = Stub(lambda calls: calls[-1].end(Lost()))
+    with pytest.raises(errors.Unavailable):
+        run(stub, 1)
+    assert 1 < len(stub.calls) < 10
 
 
 def test_an_error_is_told_while_earlier_calls_go_on(run: Callable[[Stub, int], list[object]]) -> None:

@@ -102,6 +102,25 @@ print("generated", flush=True)
 """
 
 
+KILLED = """
+def kill_front_ends():
+    for child in psutil.Process().children():
+        if "frontend" in child.cmdline():
+            child.kill()
+import asyncio, threading
+from pagecast import AsyncLLM
+prompts, params = [[1, 2, number] for number in range(40)], SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
+threading.Timer(0.1, kill_front_ends).start()  # whether before or while it is asked
+found = llm.generate(prompts, params)
+assert [output.prompt for output in found] == prompts and all(len(output.outputs[0].token_ids) == 400 for output in found)
+async def ask():
+    async with AsyncLLM(executor="oracle", oracle_step_us=1000) as other:
+        threading.Timer(0.1, kill_front_ends).start()
+        found = await asyncio.gather(*(other.generate(prompt, params) for prompt in prompts))
+        assert all(len(output.outputs[0].token_ids) == 400 for output in found)
+asyncio.run(ask())
+"""
+
 FORK = """
 child = os.fork()
 if child == 0:
@@ -115,7 +134,8 @@ assert len(llm.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))[0
 
 
 @pytest.mark.parametrize(("end", "code"), [
-    (FORK, 0), ("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('x')", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    (FORK, 0), (KILLED, 0), ("pass", 0), ("sys.exit(3)", 3), ("raise RuntimeError('x')", 1),
+    ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     ("os._exit(4)", 4), ("del llm", 0),
 ])
 def test_no_process_outlives_the_program(end: str, code: int) -> None:
