@@ -224,7 +224,20 @@ def test_what_several_front_ends_bring_back_is_forgotten_each_in_its_time() -> N
         book.expire(1000 * now_ms)
         assert {entry.name[1] for entry in book.all()} == {name for name, left_ms in lefts.items() if left_ms > now_ms}
     brought: list[Any] = [("front", kept(1, "x", 5, left_ms=7)), ("front", Pause(2, True)), ("other", kept(3, "y", 5, left_ms=3))]
-    assert in_order_of_return(brought) == [brought[1], brought[2], brought[0]]
+    assert in_order_of_return(brought) == [brought[2], brought[0], brought[1]]
+
+
+def test_who_asked_for_an_ended_request_as_the_scheduler_died_finds_it(tmp_path: Path) -> None:
+    """The question comes back before what is kept: front ends bring their open calls first."""
+    with rig_workers(tmp_path, 1):
+        with engine_thread(tmp_path):
+            front = Returning(tmp_path).wait_serving()
+            key = front.slot << KEY_BITS | 77
+            front.brings = [Attach(key, "ada", "ended"), kept(key + 1, "ended", 5)]
+        with engine_thread(tmp_path):
+            front.wait_attached(key)
+            assert front.tokens[key, 0] == expected(5)
+            front.close()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -48,8 +48,10 @@ def in_order_of_return(messages: Iterable[tuple[Frontend, Any]]) -> Brought:
             records.append((first[name], replace(message, key=whole[name].key)))
         elif not isinstance(message, Submit):
             rest.append((frontend, message))
-    rest.sort(key=lambda brought: brought[1].left_ms if isinstance(brought[1], Kept) else -1)  # as they are forgotten
-    return opening + records + joining + lacking + rest
+    kept = sorted((brought for brought in rest if isinstance(brought[1], Kept)), key=lambda brought: brought[1].left_ms)
+    rest = [brought for brought in rest if not isinstance(brought[1], Kept)]
+    # Kept ones in the order in which they are forgotten, and before whoever asks for one of them.
+    return opening + records + joining + lacking + kept + rest
 
 
 def _name(submit: Submit) -> Any:
