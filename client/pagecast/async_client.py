@@ -13,7 +13,7 @@ from pagecast import access, answers, channel, requests, types
 from pagecast.admin import AsyncAdmin
 from pagecast.errors import RpcError, from_rpc
 from pagecast.reaching import AsyncReach
-from pagecast.resuming import CANCEL_S, Position
+from pagecast.resuming import CANCEL_S, Position, cancelled
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
     generation_pb2,
@@ -25,7 +25,7 @@ from pagecast.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
-from pagecast.watching import AsyncWatch
+from pagecast.watching import AsyncWatch, is_task_cancelled
 
 T = TypeVar("T")
 
@@ -43,6 +43,7 @@ class AsyncStream:
         self._position = position
         self._metadata = metadata
         self._is_over = False
+        self._left = asyncio.Event()
         self._last_word: asyncio.Future[Any] | None = None
         self._begin()
 
@@ -57,6 +58,11 @@ class AsyncStream:
         while True:
             try:
                 message = await anext(self._messages)
+            except asyncio.CancelledError:
+                if is_task_cancelled():
+                    raise
+                self._is_over = True
+                raise cancelled() from None
             except grpc.RpcError as error:
                 await self._go_on(from_rpc(error))
                 continue
@@ -78,11 +84,15 @@ class AsyncStream:
         except RpcError as final:
             self._is_over = True
             raise (await self._reach.explained(error) if final is error else final) from None
-        await asyncio.sleep(wait)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self._left.wait()
+            raise cancelled()
         self._begin()
 
     def cancel(self) -> None:
-        """End the request; its blocks on the server are freed. Harmless after the end."""
+        """End the request; its blocks on the server are freed. Harmless after the end. A task that waits for an event gets Cancelled."""
+        self._left.set()
         self._call.cancel()
         if not self._is_over and (request := self._position.cancellation()) is not None:
             self._last_word = asyncio.ensure_future(self._say_cancel(request))
@@ -223,6 +233,10 @@ class AsyncClient:
     async def _ask(self, call: Awaitable[T]) -> T:
         try:
             answer = await call
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            raise cancelled() from None  # the client was closed
         except grpc.RpcError as error:
             raise await self._reach.explained(from_rpc(error)) from None
         self._reach.has_answered = True

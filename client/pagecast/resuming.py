@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagecast.errors import DeadlineExceeded, NotFound, RpcError, Unavailable
+from pagecast.errors import Cancelled, DeadlineExceeded, NotFound, RpcError, Unavailable
 from pagecast.v1 import generation_pb2 as pb
 
 GIVE_UP_AFTER_S = 30.0
@@ -19,6 +19,11 @@ FIRST_WAIT_S = 0.05
 MOST_WAIT_S = 2.0
 CANCEL_S = 5.0
 """What the word that a detached request is not wanted any more may take."""
+
+
+def cancelled() -> Cancelled:
+    """What a reader gets whose stream, or client, another thread or task has ended."""
+    return Cancelled("CANCELLED", "the call was cancelled")
 
 
 _NOBODY_THERE = ("", "STARTING", "RECOVERING", "SCHEDULER_LOST")

@@ -1,6 +1,6 @@
 """Client: the API for programs without an event loop, over grpc's synchronous interface. Safe to share between threads."""
 
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -11,7 +11,7 @@ from pagecast import access, answers, channel, requests, types
 from pagecast.admin import Admin
 from pagecast.errors import RpcError, from_rpc
 from pagecast.reaching import Reach
-from pagecast.resuming import CANCEL_S, Position
+from pagecast.resuming import CANCEL_S, Position, cancelled
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import (
     generation_pb2,
@@ -41,6 +41,7 @@ class Stream:
         self._position = position
         self._metadata = metadata
         self._is_over = False
+        self._left = threading.Event()
         self._begin()
 
     def _begin(self) -> None:
@@ -75,11 +76,16 @@ class Stream:
         except RpcError as final:
             self._is_over = True
             raise (self._reach.explained(error) if final is error else final) from None
-        time.sleep(wait)
+        if self._left.wait(wait):
+            raise cancelled()
         self._begin()
+        if self._left.is_set():  # between the two
+            self._call.cancel()
 
     def cancel(self) -> None:
-        """End the request; its blocks on the server are freed. Harmless after the end."""
+        """End the request; its blocks on the server are freed. Harmless after the end. An iteration that waits in another thread raises
+        Cancelled."""
+        self._left.set()
         self._call.cancel()
         if not self._is_over and (request := self._position.cancellation()) is not None:
             self._stub.CancelGeneration.future(request, timeout=CANCEL_S, metadata=self._metadata)

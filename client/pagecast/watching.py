@@ -1,5 +1,6 @@
 """Streams that tell of changes until somebody stops listening: the load, and what the prefix cache holds."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -9,6 +10,13 @@ import grpc
 from pagecast.errors import from_rpc
 
 V = TypeVar("V")
+
+
+def is_task_cancelled() -> bool:
+    """Whether a CancelledError met here is of the task itself. Else a call that it waits for was cancelled, for which gRPC raises the
+    same; nobody who reads of that means the task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 class Watch(Generic[V]):
@@ -66,11 +74,15 @@ class AsyncWatch(Generic[V]):
             raise StopAsyncIteration
         try:
             return self._read(await anext(self._messages))
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            raise StopAsyncIteration from None
         except grpc.RpcError as error:
             raise from_rpc(error) from None
 
     def cancel(self) -> None:
-        """Stop listening; harmless a second time."""
+        """Stop listening; harmless a second time. An iteration that waits in another task ends."""
         self._is_over = True
         self._call.cancel()
 

@@ -69,3 +69,51 @@ async def test_leaving_a_stream_cancels_it_on_the_server(server: FakeServer, way
                 async with stream:
                     await anext(stream)
         assert await asyncio.to_thread(server.script.cancelled.wait, 30)
+
+
+@pytest.mark.parametrize("way", ["cancel", "close"])
+async def test_a_stream_that_another_task_ends_raises_cancelled_and_leaves_the_reader_alone(server: FakeServer, way: str) -> None:
+    """gRPC raises CancelledError there, which a task that nobody cancelled would end by without a word."""
+    async with AsyncClient(server.target) as client:
+        stream, reading = client.stream("endless"), asyncio.Event()
+
+        async def read() -> str:
+            with pytest.raises(errors.Cancelled):
+                async for _ in stream:
+                    reading.set()
+            return "goes on"
+
+        task = asyncio.create_task(read())
+        await reading.wait()
+        await client.close() if way == "close" else stream.cancel()
+        assert await asyncio.wait_for(task, 60) == "goes on"
+
+
+async def test_a_call_whose_client_is_closed_raises_cancelled(server: FakeServer) -> None:
+    client = AsyncClient(server.target)
+    task = asyncio.create_task(client.generate("slow"))
+    while not server.script.asked:
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(errors.Cancelled):
+        await asyncio.wait_for(task, 60)
+
+
+async def test_a_stream_that_waits_for_its_server_can_be_left() -> None:
+    """It must not begin anew after that, nor wait on."""
+    server = FakeServer()
+    async with AsyncClient(server.target) as client:
+        stream = client.stream("endless")
+        await anext(stream)
+        server.close()
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        task = asyncio.create_task(read())
+        while not stream._position._num_failures:
+            await asyncio.sleep(0.01)
+        stream.cancel()
+        with pytest.raises(errors.Cancelled):
+            await asyncio.wait_for(task, 60)

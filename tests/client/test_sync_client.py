@@ -1,6 +1,7 @@
 """The synchronous client: values, errors, deadline, cancel, retries."""
 
 import gc
+import threading
 import time
 
 import pytest
@@ -155,3 +156,30 @@ def test_several_endpoints_share_the_calls(server: FakeServer) -> None:
 def test_endpoints_that_cannot_be_balanced_are_refused(endpoints: list[str]) -> None:
     with pytest.raises(ValueError, match="several endpoints"):
         Client(endpoints)
+
+
+def test_a_stream_that_waits_for_its_server_can_be_left() -> None:
+    """By another thread, as Ctrl-C does in the commands: it must not begin anew after that."""
+    server = FakeServer()
+    with Client(server.target) as client:
+        stream = client.stream("endless")
+        next(stream)
+        server.close()
+        found: list[Exception] = []
+
+        def read() -> None:
+            try:
+                for _ in stream:
+                    pass
+            except errors.RpcError as error:
+                found.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        end = time.monotonic() + 60
+        while stream._position._num_failures < 4:  # it waits for 0.4 s and more from here on
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        stream.cancel()
+        reader.join(60)
+        assert [type(error) for error in found] == [errors.Cancelled]

@@ -43,7 +43,12 @@ def replay(file: str, picture: str | None) -> int:
         return _unreadable(file, error)
     print(f"{result.num_requests} requests, {result.num_plans} plans, {result.num_results} results")
     if picture:
-        draw(result, picture)
+        try:
+            draw(result, picture)
+        except (OSError, ValueError) as error:  # ValueError: a format that there is none of
+            reason = (error.strerror or "cannot be written") if isinstance(error, OSError) else str(error)
+            print(f"pagecast replay: {picture}: {reason}", file=sys.stderr)
+            return 1
         print(f"timeline: {picture}")
     if not result.compared:
         print("recorded without token ids, so the plans cannot be made again; `pagecast serve --record-tokens` keeps them")
