@@ -5,6 +5,7 @@ import torch
 
 from pagecast_kernels import bench_cases, bench_models, configs, decode, experts, quantized_products, quantized_rows, scaled_products
 from pagecast_kernels.bench_products import LAYERS, LLAMA_8B
+from pagecast_kernels.decode_flat import StepTiles, StepWorkspace, paged_decode
 from pagecast_kernels.quantized_weights import PackedExperts, PackedWeight, ScaledExperts, tile_columns
 from pagecast_kernels.routing import Routing
 
@@ -88,19 +89,25 @@ def measure_experts() -> dict[str, float]:
     return found
 
 
-def cache_ratio(lens: list[int]) -> float:
-    """Time of paged_decode over a cache in 16 bits, over that with one of 8."""
-    pool = bench_cases.Pool.make(sum(-(-n // bench_cases.BLOCK_SIZE) for n in lens))
-    case, ones = bench_cases.attention(pool, lens), torch.ones(bench_cases.KV_HEADS, device="cuda")
-    work = decode.decode_workspace(len(lens), bench_cases.HEADS, bench_cases.KV_HEADS, bench_cases.DIM, "cuda")
+def byte_decodes(case: bench_cases.Attention, pool: bench_cases.Pool) -> list[bench_cases.Launch]:
+    """Launches of what serving uses for a case's decodes where the cache is of e4m3, the list of tiles being there already."""
+    ones = torch.ones(bench_cases.KV_HEADS, device=pool.k.device)
     k, v = (cache.to(torch.float8_e4m3fn) for cache in (pool.k, pool.v))
-    eight: list[bench_cases.Launch] = [
-        lambda q=q, table=table: decode.paged_decode(
-            q, k, v, table, case.rows, case.lens, bench_cases.DIM**-0.5, workspace=work, k_scale=ones, v_scale=ones
+    work = decode.decode_workspace(len(case.lens), bench_cases.HEADS, bench_cases.KV_HEADS, bench_cases.DIM, pool.k.device)
+    steps = [StepWorkspace(work, StepTiles(len(case.lens))) for _ in case.tables]
+    return [
+        lambda q=q, table=table, step=step: paged_decode(
+            q, k, v, table, case.rows, case.lens, bench_cases.DIM**-0.5, workspace=step, k_scale=ones, v_scale=ones
         )
-        for q, table in zip(case.q, case.tables)
+        for q, table, step in zip(case.q, case.tables, steps)
     ]  # fmt: skip
-    timed = bench_cases.alternate({"sixteen": case.decode(pool, None, work), "eight": eight})
+
+
+def cache_ratio(lens: list[int]) -> float:
+    """Time of decodes over a cache in 16 bits, over that with one of 8."""
+    pool = bench_cases.Pool.make(sum(-(-n // bench_cases.BLOCK_SIZE) for n in lens))
+    case = bench_cases.attention(pool, lens)
+    timed = bench_cases.alternate({"sixteen": case.decode(pool), "eight": byte_decodes(case, pool)})
     return timed["sixteen"] / timed["eight"]
 
 
