@@ -19,29 +19,8 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
+from pagecast_kernels.hopper_tiles import block_ids, clean, combine, entry, view, zero_padding
 from pagecast_kernels.shares import head_owner, head_share_of
-
-
-@gluon.jit
-def _view(pool, chunk, ROWS: gl.constexpr):
-    """[ROWS, 64] of shared memory from a chunk on. A chunk is 8 rows of 64 columns, 1 KiB: what a swizzle pattern covers."""
-    return pool.index(chunk)._reinterpret(pool.dtype, [ROWS, 64], pool.layout)
-
-
-@gluon.jit
-def _entry(tiles_ptr, tile):
-    """(place in the batch, the list's first tile of its sequence, how many it has, tokens left) of a tile: decode_flat.TileList."""
-    entry = tiles_ptr + 4 * tile
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
-
-
-@gluon.jit
-def _ids(blocks_ptr, tile, IDS: gl.constexpr):
-    """The blocks that a tile lies in."""
-    ids = ()
-    for n in gl.static_range(IDS):
-        ids = ids + (gl.load(blocks_ptr + tile * IDS + n),)
-    return ids
 
 
 @gluon.jit
@@ -62,16 +41,16 @@ def _produce(
     TILE_BYTES: gl.constexpr = KV * DIM * 2 * 2
     Q_BYTES: gl.constexpr = Q_ROWS * DIM * 2
     kv_head, tile = begin // tiles, begin % tiles
-    place, first, own, left = _entry(tiles_ptr, tile)
-    ids = _ids(blocks_ptr, tile, IDS)
+    place, first, own, left = entry(tiles_ptr, tile)
+    ids = block_ids(blocks_ptr, tile, IDS)
     stage, slot, phase = begin * 0, begin * 0, begin * 0 + 1
     for at in range(begin, end):
         # What the next tile is, a tile ahead.
         last = tile + 1 == tiles
         next_tile = gl.where(last, 0, tile + 1)
         next_head = gl.where(last, kv_head + 1, kv_head)
-        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
-        next_ids = _ids(blocks_ptr, next_tile, IDS)
+        next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
+        next_ids = block_ids(blocks_ptr, next_tile, IDS)
 
         fresh = (tile == first) | (at == begin)
         ready = full.index(stage)
@@ -80,7 +59,7 @@ def _produce(
         mbarrier.expect(ready, TILE_BYTES, pred=fresh == 0)
         q_row = (place * NUM_KV_HEADS + kv_head) * GROUP
         for half in gl.static_range(HALVES):
-            into = _view(pool, (half * DEPTH + slot) * SLOT, Q_ROWS)
+            into = view(pool, (half * DEPTH + slot) * SLOT, Q_ROWS)
             tma.async_copy_global_to_shared(q_desc, [q_row, half * 64], ready, into, pred=fresh)
         inner = (tile - first) * KV % BLOCK_SIZE
         for value in gl.static_range(2):
@@ -88,7 +67,7 @@ def _produce(
                 row = (ids[page] * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + inner
                 row = gl.where(page * BOX < left, row, spare)
                 for half in gl.static_range(HALVES):
-                    into = _view(pool, TILES_AT + ((2 * stage + value) * HALVES + half) * HALF + page * (BOX // 8), BOX)
+                    into = view(pool, TILES_AT + ((2 * stage + value) * HALVES + half) * HALF + page * (BOX // 8), BOX)
                     if value:
                         tma.async_copy_global_to_shared(v_desc, [row, half * 64], ready, into)
                     else:
@@ -99,62 +78,6 @@ def _produce(
         phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
         stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
         tile, kv_head, place, first, own, left, ids = next_tile, next_head, next_place, next_first, next_own, next_left, next_ids
-
-
-@gluon.jit
-def _clean(half, seen, LAYOUT: gl.constexpr):
-    """Zero rows of a page of V that lie past the sequence's end: they may hold anything, NaN included, and 0 · NaN is NaN."""
-    value = half.load(LAYOUT)
-    half.store(gl.where(seen[:, None], value, gl.zeros_like(value)))
-
-
-@gluon.jit
-def _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr):
-    """paging.zero_padding for this program's part of the batch."""
-    lane = gl.arange(0, OWN * DIM, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    nothing = gl.zeros([OWN * DIM], out_ptr.dtype.element_ty, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    for padding in range(gl.program_id(0), batch, gl.num_programs(0)):
-        if gl.load(lens_ptr + padding) == 0:
-            for head in range(NUM_KV_HEADS):
-                start = (gl.to_tensor(padding).to(gl.int64) * NUM_KV_HEADS + head) * (GROUP * DIM)
-                gl.store(out_ptr + start + lane, nothing, mask=lane < GROUP * DIM)
-
-
-@gluon.jit
-def _combine(
-    parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr
-):  # fmt: skip
-    """shares.add_shares and the store of its result: what programs first..last left, added in that order, PARTS at a time."""
-    PARTS: gl.constexpr = 8 if OWN <= 4 else 32 // OWN
-    L: gl.constexpr = gl.BlockedLayout([PARTS, 1, DIM // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    STATS: gl.constexpr = gl.SliceLayout(2, L)
-    VALUES: gl.constexpr = gl.SliceLayout(0, L)
-    row = gl.arange(0, OWN, layout=gl.SliceLayout(0, STATS))
-    index = gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATS))
-    lane = gl.arange(0, DIM, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
-    top = gl.full([OWN], float("-inf"), gl.float32, layout=gl.SliceLayout(0, STATS))
-    total = gl.zeros([OWN], gl.float32, layout=gl.SliceLayout(0, STATS))
-    values = gl.zeros([OWN, DIM], gl.float32, layout=VALUES)
-    for start in range(first_program, last_program + 1, PARTS):
-        program = start + index
-        slot = 2 * program + (program == first_program).to(gl.int32)
-        held = (program <= last_program)[:, None] & (row < GROUP)[None, :]
-        stat = stats_ptr + slot[:, None] * (2 * GROUP) + row[None, :]
-        part_top = gl.load(stat, mask=held, other=float("-inf"), cache_modifier=".cg")
-        part_total = gl.load(stat + GROUP, mask=held, other=0.0, cache_modifier=".cg")
-        part_row = slot[:, None] * (GROUP * DIM) + row[None, :] * DIM
-        part = gl.load(parts_ptr + part_row[:, :, None] + lane[None, None, :], mask=held[:, :, None], other=0.0, cache_modifier=".cg")
-        new_top = gl.maximum(top, gl.max(part_top, 0))
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)  # rows past GROUP have no maximum
-        weight = gl.exp2(part_top - base[None, :])
-        decay = gl.exp2(top - base)
-        total = total * decay + gl.sum(part_total * weight, 0)
-        values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None] + gl.sum(part * weight[:, :, None], 0)
-        top = new_top
-    out_row, out_lane = gl.arange(0, OWN, layout=gl.SliceLayout(1, VALUES)), gl.arange(0, DIM, layout=gl.SliceLayout(0, VALUES))
-    result = values / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
-    place = out_ptr + head_row * DIM + out_row[:, None] * DIM + out_lane[None, :]
-    gl.store(place, result.to(out_ptr.dtype.element_ty), mask=(out_row < GROUP)[:, None])
 
 
 @gluon.jit
@@ -173,13 +96,13 @@ def _attend(
         page = left // BOX
         seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
         for half in gl.static_range(HALVES):
-            _clean(_view(pool, v_at + half * HALF + page * (BOX // 8), BOX), seen, PAGE)
+            clean(view(pool, v_at + half * HALF + page * (BOX // 8), BOX), seen, PAGE)
         fence_async_shared()
         gl.thread_barrier()
     nothing = gl.zeros([64, KV], gl.float32, layout=S_LAYOUT)
-    s = warpgroup_mma(_view(pool, slot * SLOT, 64), _view(pool, k_at, KV).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    s = warpgroup_mma(view(pool, slot * SLOT, 64), view(pool, k_at, KV).permute((1, 0)), nothing, use_acc=False, is_async=True)
     if HALVES == 2:
-        s = warpgroup_mma(_view(pool, (DEPTH + slot) * SLOT, 64), _view(pool, k_at + HALF, KV).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(view(pool, (DEPTH + slot) * SLOT, 64), view(pool, k_at + HALF, KV).permute((1, 0)), s, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s])
     if left < KV:
         token = gl.arange(0, KV, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -190,9 +113,9 @@ def _attend(
     total = total * decay + gl.sum(weights, 1)
     p = gl.convert_layout(weights.to(pool.dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
     fade = gl.convert_layout(decay, gl.SliceLayout(1, V_LAYOUT))[:, None]
-    a0 = warpgroup_mma(p, _view(pool, v_at, KV), o0 * fade, is_async=True)
+    a0 = warpgroup_mma(p, view(pool, v_at, KV), o0 * fade, is_async=True)
     if HALVES == 2:
-        a1 = warpgroup_mma(p, _view(pool, v_at + HALF, KV), o1 * fade, is_async=True)
+        a1 = warpgroup_mma(p, view(pool, v_at + HALF, KV), o1 * fade, is_async=True)
         o0, o1 = warpgroup_mma_wait(0, deps=[a0, a1])
     else:
         o0 = warpgroup_mma_wait(0, deps=[a0])
@@ -228,15 +151,15 @@ def _consume(
     kind: gl.constexpr = out_ptr.dtype.element_ty
     programs = gl.num_programs(0)
     kv_head, tile = begin // tiles, begin % tiles
-    place, first, own, left = _entry(tiles_ptr, tile)
-    _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
+    place, first, own, left = entry(tiles_ptr, tile)
+    zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
     stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
     while at < end:
         head_begin = kv_head * tiles + first
         count = gl.minimum(head_begin + own, end) - at
         last = tile + count == tiles
         next_tile = gl.where(last, 0, tile + count)
-        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
         top = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
         o0 = gl.zeros([64, 64], gl.float32, layout=V_LAYOUT)
@@ -266,7 +189,7 @@ def _consume(
             last_program = head_owner(kv_head, first + own - 1, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
             counter = counters_ptr + place * NUM_KV_HEADS + kv_head
             if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM)
+                combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM)
                 gl.store(counter, 0)
         at += count
         slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
@@ -307,7 +230,7 @@ def _decode_hopper(
             [PRODUCER],
         )  # fmt: skip
     else:
-        _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
+        zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
 
 
 def suits(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> bool:

@@ -20,7 +20,7 @@ from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_bytes import SPLIT
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.decode_hopper import _combine, _entry, _ids, _zero_padding
+from pagecast_kernels.hopper_tiles import block_ids, combine, entry, zero_padding
 from pagecast_kernels.shares import head_owner, head_share_of
 
 _PAIRS = gl.constexpr("""{
@@ -54,16 +54,16 @@ def _produce(
     zeros."""
     BOX: gl.constexpr = KV // IDS
     kv_head, tile = begin // tiles, begin % tiles
-    _, first, _, left = _entry(tiles_ptr, tile)
-    ids = _ids(blocks_ptr, tile, IDS)
+    _, first, _, left = entry(tiles_ptr, tile)
+    ids = block_ids(blocks_ptr, tile, IDS)
     stage, phase = begin * 0, begin * 0 + 1
     for _ in range(begin, end):
         # What the next tile is, a tile ahead.
         last = tile + 1 == tiles
         next_tile = gl.where(last, 0, tile + 1)
         next_head = gl.where(last, kv_head + 1, kv_head)
-        _, next_first, _, next_left = _entry(tiles_ptr, next_tile)
-        next_ids = _ids(blocks_ptr, next_tile, IDS)
+        _, next_first, _, next_left = entry(tiles_ptr, next_tile)
+        next_ids = block_ids(blocks_ptr, next_tile, IDS)
 
         ready = full.index(stage)
         mbarrier.wait(empty.index(stage), phase)
@@ -160,10 +160,10 @@ def _consume(
     kind: gl.constexpr = out_ptr.dtype.element_ty
     programs = gl.num_programs(0)
     kv_head, tile = begin // tiles, begin % tiles
-    place, first, own, left = _entry(tiles_ptr, tile)
+    place, first, own, left = entry(tiles_ptr, tile)
     head_row = (place.to(gl.int64) * NUM_KV_HEADS + kv_head) * GROUP
     q0, q1 = _queries(q_ptr, head_row, 0, GROUP, ROWS), _queries(q_ptr, head_row, 1, GROUP, ROWS)
-    _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, 128)
+    zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, 128)
     stage, phase, at = begin * 0, begin * 0, begin
     while at < end:
         _view(pool, 0, ROWS, gl.float16).store(q0.to(gl.float16))
@@ -175,7 +175,7 @@ def _consume(
         last = tile + count == tiles
         next_tile = gl.where(last, 0, tile + count)
         next_head = gl.where(last, kv_head + 1, kv_head)
-        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
         next_row = (next_place.to(gl.int64) * NUM_KV_HEADS + gl.minimum(next_head, NUM_KV_HEADS - 1)) * GROUP
         next_q0, next_q1 = _queries(q_ptr, next_row, 0, GROUP, ROWS), _queries(q_ptr, next_row, 1, GROUP, ROWS)
         k_scale, v_scale = scale * gl.load(k_scale_ptr + kv_head), gl.load(v_scale_ptr + kv_head)
@@ -214,7 +214,7 @@ def _consume(
             last_program = head_owner(kv_head, first + own - 1, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
             counter = counters_ptr + place * NUM_KV_HEADS + kv_head
             if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                _combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, 128)
+                combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, 128)
                 gl.store(counter, 0)
         at += count
         kv_head, head_row, q0, q1 = next_head, next_row, next_q0, next_q1
@@ -255,7 +255,7 @@ def _decode_hopper_bytes(
             [PRODUCER],
         )  # fmt: skip
     else:
-        _zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, 128)
+        zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, 128)
 
 
 def config_for(batch: int, num_kv_heads: int, group: int, device: torch.device | str) -> configs.HopperDecode | None:

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.decode_hopper import _clean, _entry, _ids, _view, _zero_padding
+from pagecast_kernels.hopper_tiles import block_ids, clean, entry, view, zero_padding
 from pagecast_kernels.shares import owner, share_of, team_of
 
 
@@ -48,7 +48,7 @@ def _fetch(
     for page in gl.static_range(IDS):
         row = gl.where(page * BOX < left, ids[page] * BLOCK_SIZE + inner, spare)
         for chunk in gl.static_range(FIRST, LAST):
-            into = _view(pool, TILES_AT + _place_of(base, chunk, RING, CHUNKS) * (KV // 8) + page * (BOX // 8), BOX)
+            into = view(pool, TILES_AT + _place_of(base, chunk, RING, CHUNKS) * (KV // 8) + page * (BOX // 8), BOX)
             if chunk == CHUNKS:
                 tma.async_copy_global_to_shared(k_desc, [row, 0], ready, into)
             else:
@@ -70,13 +70,13 @@ def _produce(
     TILE_BYTES: gl.constexpr = KV * 64 * 2 * (CHUNKS + 1)
     Q_BYTES: gl.constexpr = ROWS * 64 * 2 * (CHUNKS + 1)
     EARLY: gl.constexpr = RING - 2 * (CHUNKS + 1)
-    place, first, own, left = _entry(tiles_ptr, begin)
-    ids = _ids(blocks_ptr, begin, IDS)
+    place, first, own, left = entry(tiles_ptr, begin)
+    ids = block_ids(blocks_ptr, begin, IDS)
     stage, slot, phase, base = begin * 0, begin * 0, begin * 0 + 1, begin * 0
     for tile in range(begin, end):
         next_tile = gl.where(tile + 1 == end, begin, tile + 1)  # what the next tile is, a tile ahead; there is always one to read
-        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
-        next_ids = _ids(blocks_ptr, next_tile, IDS)
+        next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
+        next_ids = block_ids(blocks_ptr, next_tile, IDS)
 
         fresh = (tile == first) | (tile == begin)
         inner = (tile - first) * KV % BLOCK_SIZE
@@ -90,9 +90,9 @@ def _produce(
         last = stage == 2
         mbarrier.wait(empty.index(gl.where(last, 0, stage + 1)), gl.where(last, phase ^ 1, phase))
         for chunk in gl.static_range(CHUNKS):
-            into = _view(pool, (slot * (CHUNKS + 1) + chunk) * SLOT, ROWS)
+            into = view(pool, (slot * (CHUNKS + 1) + chunk) * SLOT, ROWS)
             tma.async_copy_global_to_shared(latent_desc, [place * GROUP, chunk * 64], ready, into, pred=fresh)
-        into = _view(pool, (slot * (CHUNKS + 1) + CHUNKS) * SLOT, ROWS)
+        into = view(pool, (slot * (CHUNKS + 1) + CHUNKS) * SLOT, ROWS)
         tma.async_copy_global_to_shared(rope_desc, [place * GROUP, 0], ready, into, pred=fresh)
         _fetch(
             k_desc, v_desc, ids, left, inner, spare, pool, base, ready, EARLY, CHUNKS + 1, BLOCK_SIZE, KV, RING, IDS, CHUNKS, TILES_AT
@@ -127,12 +127,12 @@ def _attend(
         page = left // BOX
         seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
         for chunk in gl.static_range(CHUNKS):
-            _clean(_view(pool, lies[chunk] + page * (BOX // 8), BOX), seen, PAGE)
+            clean(view(pool, lies[chunk] + page * (BOX // 8), BOX), seen, PAGE)
         fence_async_shared()
         gl.thread_barrier()
     s = gl.zeros([KV, ROWS], gl.float32, layout=LAYOUT)
     for chunk in gl.static_range(CHUNKS + 1):
-        keys, query = _view(pool, lies[chunk], KV), _view(pool, query_at + chunk * SLOT, ROWS).permute((1, 0))
+        keys, query = view(pool, lies[chunk], KV), view(pool, query_at + chunk * SLOT, ROWS).permute((1, 0))
         s = warpgroup_mma(keys, query, s, use_acc=chunk > 0, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s])
     if left < KV:
@@ -142,7 +142,7 @@ def _attend(
     weights = gl.exp2(scores * scale - new_top[None, :])
     decay = gl.exp2(top - new_top)
     total = total * decay[None, :] + weights
-    shared = _view(pool, WEIGHTS_AT, ROWS)
+    shared = view(pool, WEIGHTS_AT, ROWS)
     shared.store(weights.to(pool.dtype).permute((1, 0)))
     faded = ()
     for chunk in gl.static_range(CHUNKS):
@@ -151,7 +151,7 @@ def _attend(
     gl.thread_barrier()
     added = ()
     for chunk in gl.static_range(CHUNKS):
-        latents = _view(pool, lies[chunk], KV).permute((1, 0))
+        latents = view(pool, lies[chunk], KV).permute((1, 0))
         added = added + (warpgroup_mma(latents, shared.permute((1, 0)), faded[chunk], is_async=True),)
     return warpgroup_mma_wait(0, deps=added), new_top, total
 
@@ -241,13 +241,13 @@ def _consume(
     RANK: gl.constexpr = CHUNKS * 64
     lane, head = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     held = (head < GROUP)[None, :]
-    place, first, own, left = _entry(tiles_ptr, begin)
-    _zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, RANK)
+    place, first, own, left = entry(tiles_ptr, begin)
+    zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, RANK)
     stage, slot, phase, base, at = begin * 0, begin * 0, begin * 0, begin * 0, begin
     while at < end:
         count = gl.minimum(first + own, end) - at
         next_tile = gl.where(at + count == end, begin, at + count)
-        next_place, next_first, next_own, next_left = _entry(tiles_ptr, next_tile)
+        next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
         top = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, LAYOUT))
         total = gl.zeros([KV, ROWS], gl.float32, layout=LAYOUT)
         values = ()
@@ -319,7 +319,7 @@ def _latent_decode_hopper(
             [PRODUCER],
         )  # fmt: skip
     else:
-        _zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, CHUNKS * 64)
+        zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, CHUNKS * 64)
 
 
 def launch(
