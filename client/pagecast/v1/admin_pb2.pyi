@@ -164,6 +164,7 @@ class UndrainResponse(_message.Message):
 
     NUM_OPEN_FIELD_NUMBER: _builtins.int
     num_open: _builtins.int
+    """Requests that are open now."""
     def __init__(
         self,
         *,
@@ -211,6 +212,7 @@ class ListRequestsResponse(_message.Message):
     next_page_token: _builtins.str
     """Empty on the last page."""
     total_size: _builtins.int
+    """Open requests, on all pages."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestInfo]: ...
     def __init__(
@@ -276,14 +278,21 @@ class RequestInfo(_message.Message):
     num_sequences: _builtins.int
     prompt_tokens: _builtins.int
     computed_tokens: _builtins.int
+    """Tokens whose KV is in blocks or on its way there, of the sequence that has most."""
     output_tokens: _builtins.int
+    """Of all sequences."""
     blocks_held: _builtins.int
+    """Of all sequences; a block that several share counts for each."""
     num_preemptions: _builtins.int
+    """Of all sequences."""
     num_recoveries: _builtins.int
+    """How often it was computed again because its workers were lost."""
     num_readers: _builtins.int
     """Calls that read it; 0: it waits to be resumed."""
     @_builtins.property
-    def age(self) -> _duration_pb2.Duration: ...
+    def age(self) -> _duration_pb2.Duration:
+        """Since it was accepted."""
+
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """Absent: none."""
@@ -340,7 +349,9 @@ class Waiting(_message.Message):
     queue_position: _builtins.int
     """Requests before it."""
     blocks_needed: _builtins.int
+    """Blocks that it would take to go on now."""
     blocks_free: _builtins.int
+    """Blocks that are free now."""
     tenant_served_tokens: _builtins.int
     """Tokens served to its tenant, and to the least served active one."""
     least_served_tokens: _builtins.int
@@ -400,11 +411,17 @@ class CancelRequestsResponse(_message.Message):
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     UNKNOWN_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def cancelled_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def cancelled_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ended by this call."""
+
     @_builtins.property
-    def finished_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def finished_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ended before it."""
+
     @_builtins.property
-    def unknown_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def unknown_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Neither open nor kept."""
+
     def __init__(
         self,
         *,
@@ -441,6 +458,7 @@ class ResetPrefixCacheResponse(_message.Message):
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
+    """Blocks that were forgotten."""
     def __init__(
         self,
         *,
@@ -530,9 +548,13 @@ class CheckInvariantsResponse(_message.Message):
     num_cached: _builtins.int
     num_referenced: _builtins.int
     num_requests: _builtins.int
+    """Open requests."""
     num_running: _builtins.int
+    """Sequences in the batch."""
     @_builtins.property
-    def elapsed(self) -> _duration_pb2.Duration: ...
+    def elapsed(self) -> _duration_pb2.Duration:
+        """What the check took."""
+
     def __init__(
         self,
         *,

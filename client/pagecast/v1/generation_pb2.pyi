@@ -83,6 +83,7 @@ class _Priority:
 class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """As NORMAL."""
     PRIORITY_BATCH: _Priority.ValueType  # 1
     PRIORITY_NORMAL: _Priority.ValueType  # 2
     PRIORITY_INTERACTIVE: _Priority.ValueType  # 3
@@ -90,6 +91,7 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
 
 PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""As NORMAL."""
 PRIORITY_BATCH: Priority.ValueType  # 1
 PRIORITY_NORMAL: Priority.ValueType  # 2
 PRIORITY_INTERACTIVE: Priority.ValueType  # 3
@@ -149,21 +151,33 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     DESCRIPTOR: _descriptor.EnumDescriptor
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
     PHASE_QUEUED: _Phase.ValueType  # 1
+    """It waits for a place in the batch."""
     PHASE_PREFILLING: _Phase.ValueType  # 2
+    """Its prompt is being computed."""
     PHASE_DECODING: _Phase.ValueType  # 3
+    """Its output has begun."""
     PHASE_PAUSED_SLOW_CONSUMER: _Phase.ValueType  # 4
+    """Its reader is behind: see SlowConsumer."""
     PHASE_RECOVERING: _Phase.ValueType  # 5
+    """Its workers were lost. It goes on with the next ones."""
     PHASE_STALLED: _Phase.ValueType  # 6
+    """The engine makes no progress with anything."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper): ...
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_QUEUED: Phase.ValueType  # 1
+"""It waits for a place in the batch."""
 PHASE_PREFILLING: Phase.ValueType  # 2
+"""Its prompt is being computed."""
 PHASE_DECODING: Phase.ValueType  # 3
+"""Its output has begun."""
 PHASE_PAUSED_SLOW_CONSUMER: Phase.ValueType  # 4
+"""Its reader is behind: see SlowConsumer."""
 PHASE_RECOVERING: Phase.ValueType  # 5
+"""Its workers were lost. It goes on with the next ones."""
 PHASE_STALLED: Phase.ValueType  # 6
+"""The engine makes no progress with anything."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _FinishReason:
@@ -178,6 +192,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_output_tokens or max_model_len."""
     FINISH_REASON_TIME_LIMIT: _FinishReason.ValueType  # 3
+    """time_budget has passed."""
     FINISH_REASON_CONSTRAINT_COMPLETE: _FinishReason.ValueType  # 4
     """The constraint's text is complete and nothing may follow it."""
 
@@ -189,6 +204,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_output_tokens or max_model_len."""
 FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 3
+"""time_budget has passed."""
 FINISH_REASON_CONSTRAINT_COMPLETE: FinishReason.ValueType  # 4
 """The constraint's text is complete and nothing may follow it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -202,12 +218,14 @@ class _CancelResultEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CancelRe
     CANCEL_RESULT_UNSPECIFIED: _CancelResult.ValueType  # 0
     CANCEL_RESULT_CANCELLED: _CancelResult.ValueType  # 1
     CANCEL_RESULT_ALREADY_FINISHED: _CancelResult.ValueType  # 2
+    """It had ended by itself; its output is kept as it would have been."""
 
 class CancelResult(_CancelResult, metaclass=_CancelResultEnumTypeWrapper): ...
 
 CANCEL_RESULT_UNSPECIFIED: CancelResult.ValueType  # 0
 CANCEL_RESULT_CANCELLED: CancelResult.ValueType  # 1
 CANCEL_RESULT_ALREADY_FINISHED: CancelResult.ValueType  # 2
+"""It had ended by itself; its output is kept as it would have been."""
 Global___CancelResult: _TypeAlias = CancelResult  # noqa: Y015
 
 @_typing.final
@@ -1052,6 +1070,7 @@ class SchedulingOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_TIME_FIELD_NUMBER: _builtins.int
     priority: Global___Priority.ValueType
+    """A higher class is admitted first. Every 10 s of waiting raise a request by one class."""
     @_builtins.property
     def max_queue_time(self) -> _duration_pb2.Duration:
         """Past this wait the request ends with UNAVAILABLE, never silently."""
@@ -1211,8 +1230,11 @@ class AcceptedEvent(_message.Message):
     request_id: _builtins.str
     model: _builtins.str
     model_digest: _builtins.str
+    """Model.digest of what is served."""
     prompt_tokens: _builtins.int
+    """Of the prompt as the model gets it, template and special tokens included."""
     queue_position: _builtins.int
+    """Sequences that waited when it came."""
     truncated_prompt_tokens: _builtins.int
     """Tokens that were dropped from the prompt; prompt_tokens are those that are left."""
     @_builtins.property
@@ -1336,9 +1358,13 @@ class ProgressEvent(_message.Message):
     ELAPSED_FIELD_NUMBER: _builtins.int
     phase: Global___Phase.ValueType
     queue_position: _builtins.int
+    """Sequences that wait before it; 0 where it does not wait."""
     prefill_done: _builtins.int
+    """Of prefill_total, the tokens that are computed or were found in the prefix cache."""
     prefill_total: _builtins.int
+    """Tokens that are known: the prompt, and output so far."""
     cached_prompt_tokens: _builtins.int
+    """As in Usage."""
     @_builtins.property
     def elapsed(self) -> _duration_pb2.Duration:
         """Time since accepted."""
@@ -1438,6 +1464,7 @@ class AlternativeToken(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     token_bytes: _builtins.bytes
+    """As in TokenLogprob."""
     def __init__(
         self,
         *,
@@ -1561,7 +1588,9 @@ class SequenceFinishedEvent(_message.Message):
     stop_text: _builtins.str
     stop_token_id: _builtins.int
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Of this sequence; the prompt counts in each."""
+
     def __init__(
         self,
         *,
@@ -1590,8 +1619,11 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
+    """Once for a request, however many sequences it has."""
     cached_prompt_tokens: _builtins.int
+    """Of prompt_tokens, those found in the prefix cache."""
     output_tokens: _builtins.int
+    """Also those of a stop text or an end token."""
     recomputed_tokens: _builtins.int
     """Tokens computed a second time after preemption or recovery; never billed."""
     def __init__(
@@ -1620,11 +1652,17 @@ class Timings(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def queue(self) -> _duration_pb2.Duration: ...
+    def queue(self) -> _duration_pb2.Duration:
+        """From accepted to the first place in the batch."""
+
     @_builtins.property
-    def first_token(self) -> _duration_pb2.Duration: ...
+    def first_token(self) -> _duration_pb2.Duration:
+        """From accepted to the first token."""
+
     @_builtins.property
-    def total(self) -> _duration_pb2.Duration: ...
+    def total(self) -> _duration_pb2.Duration:
+        """From accepted to the end."""
+
     @_builtins.property
     def prefill(self) -> _duration_pb2.Duration:
         """From the first step that computed the prompt to the first token."""
@@ -1660,8 +1698,11 @@ class CompletedEvent(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     NUM_RECOVERIES_FIELD_NUMBER: _builtins.int
     num_recoveries: _builtins.int
+    """How often the request was computed again because its workers were lost."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Of all sequences together."""
+
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     def __init__(
@@ -1697,6 +1738,7 @@ class GenerateResponse(_message.Message):
     model: _builtins.str
     model_digest: _builtins.str
     num_recoveries: _builtins.int
+    """As in CompletedEvent."""
     truncated_prompt_tokens: _builtins.int
     """Tokens that were dropped from the prompt."""
     @_builtins.property
@@ -1704,7 +1746,9 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedSequence]: ...
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Of all sequences together."""
+
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     @_builtins.property
@@ -1754,12 +1798,15 @@ class GeneratedSequence(_message.Message):
     stop_text: _builtins.str
     stop_token_id: _builtins.int
     reasoning_text: _builtins.str
+    """Reasoning and tool calls, where they are parsed; no part of text."""
     raw_bytes: _builtins.bytes
     """If asked for: the bytes of the tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """Of this sequence; the prompt counts in each."""
+
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """If asked for: one for each of token_ids, in the same order."""

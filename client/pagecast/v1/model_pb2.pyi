@@ -110,14 +110,19 @@ class Model(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """What requests call it by."""
     architecture: _builtins.str
+    """As config.json names it, for example LlamaForCausalLM."""
     digest: _builtins.str
     """Hex SHA-256 that identifies the weights."""
     dtype: _builtins.str
+    """Of activations, and of weights that are not quantized: bfloat16, float16 or float32."""
     num_parameters: _builtins.int
     vocab_size: _builtins.int
     kv_bytes_per_token: _builtins.int
+    """Bytes that a token takes in the KV cache, over all layers and GPUs."""
     quantization: _builtins.str
+    """Empty: none."""
     tokenizer_digest: _builtins.str
     """Hex SHA-256 over the tokenizer and the chat template: where it is equal, a prompt has the same tokens."""
     @_builtins.property
@@ -195,6 +200,7 @@ class ModelLimits(_message.Message):
     MAX_LABEL_VALUE_LENGTH_FIELD_NUMBER: _builtins.int
     MAX_CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
+    """Tokens of prompt and output together."""
     max_pool_tokens: _builtins.int
     """Tokens that the whole block pool holds; prompt + max_output_tokens of one request must fit."""
     max_stop_texts: _builtins.int
@@ -204,8 +210,11 @@ class ModelLimits(_message.Message):
     max_message_bytes: _builtins.int
     max_temperature: _builtins.float
     max_num_seqs: _builtins.int
+    """Sequences in one step."""
     max_num_batched_tokens: _builtins.int
+    """Tokens in one step."""
     block_size: _builtins.int
+    """Tokens of a KV block; prompts are cached by whole blocks."""
     max_chat_messages: _builtins.int
     max_cache_scope_length: _builtins.int
     max_penalty: _builtins.float
@@ -220,6 +229,7 @@ class ModelLimits(_message.Message):
     """bad_words and bad_token_sequences together."""
     max_bad_sequence_tokens: _builtins.int
     max_logprobs: _builtins.int
+    """top_n of LogprobsOptions."""
     max_prompt_logprobs_tokens: _builtins.int
     """Longest prompt whose log-probabilities may be asked for."""
     max_constraint_bytes: _builtins.int
@@ -227,6 +237,7 @@ class ModelLimits(_message.Message):
     max_constraint_depth: _builtins.int
     """Nesting of a JSON Schema."""
     max_choices: _builtins.int
+    """Of a constraint."""
     max_tools: _builtins.int
     max_tools_bytes: _builtins.int
     """Names, descriptions and schemas of all tools together."""

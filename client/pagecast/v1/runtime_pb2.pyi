@@ -28,19 +28,27 @@ class _ServingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ServingS
     DESCRIPTOR: _descriptor.EnumDescriptor
     SERVING_STATE_UNSPECIFIED: _ServingState.ValueType  # 0
     SERVING_STATE_STARTING: _ServingState.ValueType  # 1
+    """Not yet: the model is being loaded."""
     SERVING_STATE_SERVING: _ServingState.ValueType  # 2
     SERVING_STATE_RECOVERING: _ServingState.ValueType  # 3
+    """A worker or the scheduler was lost; requests wait for the next."""
     SERVING_STATE_STALLED: _ServingState.ValueType  # 4
+    """Requests wait and nothing moves."""
     SERVING_STATE_DRAINING: _ServingState.ValueType  # 5
+    """No new requests; running ones go on."""
 
 class ServingState(_ServingState, metaclass=_ServingStateEnumTypeWrapper): ...
 
 SERVING_STATE_UNSPECIFIED: ServingState.ValueType  # 0
 SERVING_STATE_STARTING: ServingState.ValueType  # 1
+"""Not yet: the model is being loaded."""
 SERVING_STATE_SERVING: ServingState.ValueType  # 2
 SERVING_STATE_RECOVERING: ServingState.ValueType  # 3
+"""A worker or the scheduler was lost; requests wait for the next."""
 SERVING_STATE_STALLED: ServingState.ValueType  # 4
+"""Requests wait and nothing moves."""
 SERVING_STATE_DRAINING: ServingState.ValueType  # 5
+"""No new requests; running ones go on."""
 Global___ServingState: _TypeAlias = ServingState  # noqa: Y015
 
 @_typing.final
@@ -67,7 +75,9 @@ class GetServerInfoResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     instance_id: _builtins.str
+    """Name of this life of the scheduler: another one after a restart. Empty while it is unknown."""
     epoch: _builtins.int
+    """As in GetLoadResponse."""
     def __init__(
         self,
         *,
@@ -122,6 +132,7 @@ class GetLoadResponse(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     DEVICE_US_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
+    """As in GetServerInfoResponse."""
     epoch: _builtins.int
     """Number of the worker group's life; every loss of a worker ends one."""
     state: Global___ServingState.ValueType
@@ -150,6 +161,7 @@ class GetLoadResponse(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens that prefill computed: those found in the cache are not among them, those computed again are."""
     output_tokens: _builtins.int
+    """Output tokens of all requests."""
     device_us: _builtins.int
     """Microseconds that steps have taken on the device (of rank 0, if there are several). How much it grows in a second is how busy
     the device is.
@@ -291,7 +303,9 @@ class CachedBlock(_message.Message):
     parent_hash: _builtins.bytes
     """Hash of the block before it; for a first block the seed of its namespace."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If asked for."""
+
     def __init__(
         self,
         *,
@@ -332,10 +346,15 @@ class WatchCacheEventsResponse(_message.Message):
     cleared: _builtins.bool
     """Everything cached before is gone."""
     block_size: _builtins.int
+    """Tokens of a block."""
     @_builtins.property
-    def removed_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def removed_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Blocks that are no longer cached."""
+
     @_builtins.property
-    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]: ...
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]:
+        """Blocks that have been cached."""
+
     def __init__(
         self,
         *,

@@ -27,6 +27,7 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Empty: the only model served."""
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """Absent: true, as generation does."""
@@ -75,6 +76,7 @@ class DetokenizeRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Empty: the only model served."""
     skip_special_tokens: _builtins.bool
     """Absent: true, as generation does."""
     @_builtins.property
@@ -124,6 +126,7 @@ class CountTokensRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Empty: the only model served."""
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """Of text. Absent: true, as generation does."""
@@ -182,6 +185,7 @@ class RenderChatRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """Empty: the only model served."""
     @_builtins.property
     def chat(self) -> _generation_pb2.ChatPrompt: ...
     def __init__(
