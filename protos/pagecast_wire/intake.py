@@ -201,6 +201,8 @@ class HelloWanted(Struct, frozen=True, forbid_unknown_fields=True, tag="hello_wa
 
 
 class Accepted(Struct, frozen=True, forbid_unknown_fields=True):
+    """A request is in the queue. queue_position: sequences that waited there when it came."""
+
     key: int
     queue_position: int
 
@@ -217,7 +219,11 @@ class Rejected(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
-    """Token counts of one sequence. recomputed counts tokens computed again after preemption or recovery."""
+    """Token counts of one sequence, and microseconds from its request's arrival: to its first place in the batch, its first token, its end.
+
+    cached_tokens: of the prompt, found in the prefix cache at the first admission. recomputed_tokens: computed again after preemption
+    or recovery.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -246,7 +252,10 @@ class Finished(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class Progress(Struct, frozen=True, forbid_unknown_fields=True):
-    """Phase change or progress of one request that has emitted nothing lately."""
+    """Phase change or progress of one request that has emitted nothing lately.
+
+    queue_position: sequences before it, while it waits. prefill_done of prefill_total known tokens are computed, or were cached.
+    """
 
     key: int
     phase: Phase

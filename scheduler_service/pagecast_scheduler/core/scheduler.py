@@ -46,6 +46,8 @@ class SchedulerStats:
 
 
 class Scheduler:
+    """What the engine asks and tells. Methods that take a request's key ignore one that is not open."""
+
     def __init__(self, config: SchedulerConfig, epoch: int) -> None:
         self.state = State.create(config, epoch)
 

@@ -77,6 +77,9 @@ class Totals:
 
 @dataclass(slots=True, eq=False)
 class State:
+    """step: number of the epoch's last plan; applied_step: of the last one whose result is in; in_flight: those between, oldest first.
+    requests, suspects: by key. detached: by row and its generation then (see Rows)."""
+
     config: SchedulerConfig
     epoch: int
     kv: KvManager
@@ -98,10 +101,10 @@ class State:
     totals: Totals = field(default_factory=Totals)
     num_queued_requests: int = 0  # never admitted yet
     num_queued_tokens: int = 0
-    orders: int = 0
+    orders: int = 0  # sequences accepted so far, numbered in order of arrival
     suspects: dict[int, Request] = field(default_factory=dict)  # requests that must run alone
     alone: Request | None = None  # the suspect that runs alone now
-    next_report: int = 0
+    next_report: int = 0  # when those who wait are told their places again
     constraints: Constraints = field(default_factory=Constraints)
 
     @classmethod
