@@ -67,11 +67,15 @@ def _check_kind(option: options.Option, value: Any) -> None:
         raise TypeError(f"{option.name} must be {words}, not {value!r}")
 
 
-def check(chosen: Mapping[str, Any]) -> None:
-    """Raises StartError for the first value that a role would refuse, before anything is started."""
+def check(chosen: Mapping[str, Any]) -> str | None:
+    """Raises StartError for the first value that a role would refuse, before anything is started. Returns one line of what will be less
+    than asked for, or None."""
     try:
-        for role in (*options.ROLES, *([options.GATEWAY] if chosen["http_port"] is not None else [])):
-            roles.configuration(role, _role_values(role, chosen, "/run"))
+        configs = {
+            role: roles.configuration(role, _role_values(role, chosen, "/run"))
+            for role in (*options.ROLES, *([options.GATEWAY] if chosen["http_port"] is not None else []))
+        }
+        note = roles.check_model(configs[options.WORKER], here=chosen["launcher"] != "ray")
     except ValueError as error:
         raise StartError(str(error), 2) from None
     if not 1 <= chosen["num_frontends"] <= MAX_FRONTENDS:
@@ -79,6 +83,7 @@ def check(chosen: Mapping[str, Any]) -> None:
     if chosen["record_tokens"] and chosen["record"] is None:
         raise StartError("--record-tokens needs --record", 2)
     _check_hosts(chosen)
+    return note
 
 
 def _check_hosts(chosen: Mapping[str, Any]) -> None:

@@ -1,11 +1,14 @@
 """What one worker process is told when it starts. Values only: everything that can be measured is measured after loading."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 ExecutorName = Literal["torch", "oracle"]
 LogFormat = Literal["auto", "json", "console"]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE = re.compile(r"auto|(?:cpu|cuda)(?::\d+)?")
 
 
 def _is_address(text: str) -> bool:
@@ -70,6 +73,8 @@ class WorkerConfig:
                 f"refusing to dial {self.head} without keys: pass --wire-keys, or --insecure-wire if nobody else is there",
             ),
             (self.executor in ("torch", "oracle"), f"executor must be torch or oracle, got {self.executor!r}"),
+            (_DEVICE.fullmatch(self.device), f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}"),
+            (self.dtype in DTYPES, f"dtype must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, got {self.dtype!r}"),
             (self.block_size in (16, 32, 64, 128), f"block_size must be 16, 32, 64 or 128, got {self.block_size}"),
             (self.num_blocks is None or self.num_blocks >= 2, f"num_blocks must be at least 2, got {self.num_blocks}"),
             (0.0 < self.gpu_memory_utilization <= 1.0, f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"),

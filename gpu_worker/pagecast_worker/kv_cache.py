@@ -9,12 +9,6 @@ KvShape = tuple[int, int, int]
 """Heads, and elements of a token's K and V in each (ModelConfig.kv_shape): the same number but for latent attention."""
 
 
-def block_bytes(num_layers: int, shape: KvShape, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers, K and V together."""
-    heads, key, value = shape
-    return num_layers * heads * block_size * (key + value) * dtype.itemsize
-
-
 class KVCache:
     """layers[i] is (K, V) of a layer: [num_blocks, Hkv, block_size, D], contiguous. All layers' are one allocation each."""
 

@@ -1,6 +1,5 @@
 """How many KV blocks fit: on a GPU what a real peak step leaves of the allowed share, on a CPU what the operator grants."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from pagecast_worker.executor import LoadError
 from pagecast_worker.graphs import sizes_of_sharing
 from pagecast_worker.inputs import sample_inputs
 from pagecast_worker.layers.step_inputs import StepInputs
+from pagecast_worker.outset import MIN_BLOCKS, granted_blocks
 from pagecast_worker.sampler import draw_again, logprob_columns, sample_rows
 from pagecast_worker.step_outputs import Decoded
 
@@ -24,8 +24,6 @@ GRAPH_LAYER_BYTES = 64 << 10
 """Bytes of the driver's for each layer of a captured step: of 32 layers, 40 graphs took less than half of it (H200)."""
 SEGMENT_BYTES = 64 << 20
 """Bytes kept for what the allocator rounds up in graphs' memory."""
-MIN_BLOCKS = 2
-"""The null block and one to work with."""
 
 _log = structlog.get_logger(__name__)
 
@@ -41,7 +39,7 @@ def num_blocks_for(
     """Blocks of the pool, null block included. later: bytes that are allocated later, by what for. Raises LoadError where not even
     one fits."""
     if device.type == "cpu":
-        return _granted(config, bytes_per_block)
+        return granted_blocks(config, bytes_per_block)
     if config.num_blocks is not None:
         return config.num_blocks
     torch.cuda.empty_cache()
@@ -86,21 +84,6 @@ def graph_reserve(executor: "TorchExecutor") -> int:
     activations = most_allocated(executor.device, lambda: prefill_step(executor, tokens, length, 1, whole=True))
     count = len(decode) + len(sizes_of_sharing(decode)) + len(mixed)
     return activations + SEGMENT_BYTES + count * executor.model.config.num_layers * GRAPH_LAYER_BYTES
-
-
-def _granted(config: WorkerConfig, bytes_per_block: int) -> int:
-    """Blocks on a CPU. Raises LoadError for fewer than can be worked with, and for more than the machine has memory."""
-    count = config.num_blocks
-    if count is None:
-        count = int(config.cpu_kv_gib * (1 << 30)) // bytes_per_block
-        if count < MIN_BLOCKS:
-            raise LoadError(f"cpu_kv_gib must be at least {MIN_BLOCKS * bytes_per_block / (1 << 30):.3f}, got {config.cpu_kv_gib}")
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if count * bytes_per_block > memory:
-        name = "cpu_kv_gib" if config.num_blocks is None else "num_blocks"
-        need = count * bytes_per_block / (1 << 30)
-        raise LoadError(f"{name} {getattr(config, name)} takes {need:.1f} GiB, and this machine has {memory / (1 << 30):.1f}")
-    return count
 
 
 def peak_step(executor: "TorchExecutor") -> None:

@@ -28,12 +28,13 @@ from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, Prepared
 from pagecast_worker.graphs import DecodeGraphs, buckets, warm_sizes
 from pagecast_worker.group import Group, Meeting
 from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
-from pagecast_worker.kv_cache import KVCache, block_bytes
-from pagecast_worker.loading.load import check_split, load_model, max_model_len, open_checkpoint, open_vocabulary
+from pagecast_worker.kv_cache import KVCache
+from pagecast_worker.loading.load import check_split, load_model, open_checkpoint, open_vocabulary
 from pagecast_worker.memory import graph_reserve, logits_of_a_step, num_blocks_for, peak_step, prefill_step
 from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for, worth_filling
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
+from pagecast_worker.outset import max_model_len
 from pagecast_worker.parallel import Ranks
 from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.results import Arrays, Kept, PromptPart, SubStep, build_result
@@ -97,8 +98,7 @@ class TorchExecutor:
         self._report = report
         self._enter("device")
         checkpoint = open_checkpoint(config, self.device)
-        shape = checkpoint.config
-        self.max_model_len = max_model_len(config, shape)
+        shape, self.max_model_len = checkpoint.config, max_model_len(config, checkpoint.config)
         check_split(shape, Ranks(config.rank, config.tensor_parallel_size))
         if self._group is not None:
             self._group.meet(checkpoint.identity())
@@ -144,7 +144,7 @@ class TorchExecutor:
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            kv_bytes_per_token=block_bytes(shape.num_layers, shape.kv_shape(), 1, self.kv_dtype),
+            kv_bytes_per_token=shape.block_bytes(1, self.kv_dtype.itemsize),
             num_parameters=self.model.num_parameters(),
             quantization=config.quantization or shape.quantization,
         )
@@ -156,7 +156,7 @@ class TorchExecutor:
     def _allocate(self) -> int:
         """Size the pool, from a peak step measured over a pool of two blocks, and allocate it."""
         shape, config = self.model.config, self.config
-        bytes_per_block = block_bytes(shape.num_layers, self.model.kv_shape, config.block_size, self.kv_dtype)
+        bytes_per_block = shape.block_bytes(config.block_size, self.kv_dtype.itemsize, config.tensor_parallel_size)
         self.cache = self._cache(2)
         peak_step(self)
         self._enter("memory")

@@ -11,6 +11,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from pagecast_wire.gguf_metadata import read_metadata
+
 CONTROL, UNKNOWN, USER_DEFINED, BYTE = 3, 2, 4, 6
 """GGUF token types."""
 
@@ -42,10 +44,8 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: Sequence[int], 
 
 
 def _read_metadata(path: Path) -> Metadata:
-    import gguf
-
-    fields = gguf.GGUFReader(path).fields
-    return lambda key: fields[key].contents()
+    fields = read_metadata(path)
+    return lambda key: fields[key]
 
 
 def _of_gguf(path: Path, metadata: Metadata, eos_token_id: int) -> Any:

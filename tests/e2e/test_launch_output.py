@@ -1,10 +1,13 @@
 """Children's output: whole lines in order, whatever the pieces; the last line is there when the child is."""
 
+import json
 import os
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagecast.cli import serve
 from pagecast_scheduler.launch.output import Console, OutputPump, Stream
 
 
@@ -58,3 +61,13 @@ def test_the_pump_reads_to_the_end() -> None:
         assert stream.closed.wait(30) and stream.last_line == f"last of {name}"
     pump.close()
     assert sorted(seen) == [(name, f"{word} of {name}") for name in ("worker-0", "worker-1") for word in ("first", "last")]
+
+
+def test_what_is_to_be_known_before_the_start_is_a_log_line_or_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(serve, "write_line", lines.append)
+    for as_json in (True, False):
+        serve.Screen("m", None, as_json=as_json).warn("too little")
+    told = json.loads(lines[0])
+    assert (told["process"], told["level"], told["event"]) == ("supervisor", "warning", "too little")
+    assert lines[1] == "pagecast serve: too little"

@@ -13,10 +13,10 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
-from pagecast_scheduler.frontend.gguf_metadata import GgufError, read_metadata
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 from pagecast_scheduler.frontend.token_pieces import pieces_of
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, ModelTokenizer, load_tokenizer
+from pagecast_wire.gguf_metadata import GgufError, read_metadata
 
 TEXTS = [
     "",

@@ -165,12 +165,17 @@ def of(taker: str) -> Iterator[Option]:
     return (option for option in OPTIONS if taker in option.takers)
 
 
+def is_supervised() -> bool:
+    """Whether a supervisor started this process, with options that it has checked."""
+    return _SUPERVISED in os.environ
+
+
 def add(parser: argparse.ArgumentParser, chosen: Iterable[Option]) -> None:
     """Give `parser` these options. What is not given is taken from the environment, and else is the default; a role that a supervisor
     started is told everything, and looks at no variable."""
     for option in chosen:
         default, required = option.default, option.required
-        if option.variable in os.environ and _SUPERVISED not in os.environ:
+        if option.variable in os.environ and not is_supervised():
             default, required = _from_environment(parser, option), False
         text = option.help if option.default is None or "(default" in option.help else f"{option.help} (default: {_shown(option.default)})"
         if option.kind is bool:

@@ -31,6 +31,14 @@ def configuration(role: str, given: dict[str, Any]) -> Any:
     return config
 
 
+def check_model(config: Any, *, here: bool = True) -> str | None:
+    """What a worker's options say together with its model's configuration: one line of what will be less than asked for, or None.
+
+    here: it runs on this machine. Raises ValueError for what cannot work."""
+    note: str | None = import_module("pagecast_worker.outset").check(config, here=here)
+    return note
+
+
 def run(args: argparse.Namespace, role: str) -> int:
     # Before anything that takes time: a role that a supervisor started must not outlive it.
     import_module("pagecast_wire.lifeline").die_with_parent()
@@ -39,6 +47,8 @@ def run(args: argparse.Namespace, role: str) -> int:
         given["model"] = _model_for(role, given)
     try:
         config = configuration(role, given)
+        if role == options.WORKER and not options.is_supervised():
+            check_model(config)
     except ValueError as error:
         print(f"pagecast {role}: {options.flagged(str(error))}", file=sys.stderr)
         return 2

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     chosen = cluster.settings(args.model, **options.values(args, options.SERVE))
-    cluster.check(chosen)
+    note = cluster.check(chosen)
     if chosen["node_rank"] == 0:
         cluster.check_port(chosen["host"], chosen["port"])
     if chosen["log_format"] == "auto" and sys.stderr.isatty():
@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
             keepers.enter_context(launcher.held())
             specs = launcher.placed(cluster.role_specs(chosen, str(run_dir.path)))
             screen = Screen(str(chosen["served_model_name"]), chosen["head"], as_json=chosen["log_format"] != "console")
+            if note is not None:
+                screen.warn(options.flagged(note))
             supervisor = Supervisor(specs, run_dir, screen.on_event, screen.on_output)
             try:
                 return supervisor.run_forever()
@@ -91,7 +93,12 @@ class Screen:
             self._complain(said, "process ended", name=event.name, why=why, restart_in_s=round(event.restart_in_s, 1))
         elif isinstance(event, Failed):
             self.bar.close()
-            write_line(f"pagecast serve: {event.name} failed: {self._last_words.pop(event.name, event.line or 'it said nothing')}")
+            said = options.flagged(self._last_words.pop(event.name, event.line or "it said nothing"))
+            write_line(f"pagecast serve: {event.name} failed: {said}")
+
+    def warn(self, text: str) -> None:
+        """Something to know before the cluster serves."""
+        self._write(f"pagecast serve: {text}", text, "warning")
 
     def _loading(self, rank: int, phase: str) -> None:
         self._write(f"rank {rank}: {phase}", "loading", "info", rank=rank, phase=phase)

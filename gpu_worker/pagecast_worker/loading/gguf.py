@@ -21,7 +21,7 @@ from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.checkpoint import check_shape, file_sample
 from pagecast_worker.loading.gguf_config import Metadata
 from pagecast_worker.models.architecture import LLAMA_NAMES
-from pagecast_worker.models.weights import Names
+from pagecast_worker.models.names import Names
 
 _TOP = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER = {
@@ -45,7 +45,7 @@ class GgufCheckpoint:
             self._reader = gguf.GGUFReader(path)
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise LoadError(f"{path}: not a readable GGUF file ({type(error).__name__})") from None
-        metadata = self._metadata = Metadata(path, self._reader)
+        metadata = self._metadata = Metadata.of(path)
         self._tensors = dict(_matrices(self._reader, metadata.family.names))
         self._permuted = metadata.family.gguf == "llama"
         embedding = self._tensors.get("model.embed_tokens.weight")

@@ -1,11 +1,13 @@
 """A model's configuration from the metadata of a GGUF file. Most keys begin with the architecture's name."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 
 from pagecast_kernels.routing import Routing
+from pagecast_wire.gguf_metadata import GgufError, read_metadata
 from pagecast_worker.executor import LoadError
 from pagecast_worker.models.architecture import Architecture
 from pagecast_worker.models.config import ExpertsConfig, ModelConfig, RopeScaling
@@ -16,10 +18,19 @@ from pagecast_worker.models.registry import architectures
 class Metadata:
     """The metadata of one file. All methods raise LoadError naming file and field."""
 
-    def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        """values: by their whole keys."""
         self.path = path
-        self._fields = reader.fields
+        self._values = values
         self.family = self._family()
+
+    @classmethod
+    def of(cls, path: Path) -> "Metadata":
+        """Reads the file's head."""
+        try:
+            return cls(path, read_metadata(path))
+        except (OSError, GgufError) as error:
+            raise LoadError(f"{path}: not a readable GGUF file ({error.strerror if isinstance(error, OSError) else error})") from None
 
     def _family(self) -> Architecture:
         """Mixtures may go by the name of the family that they are otherwise like: Mixtral's files say llama."""
@@ -36,17 +47,17 @@ class Metadata:
 
     def whole(self, key: str, default: Any = None) -> Any:
         """A value by its whole key. Raises LoadError where it is missing and there is no default."""
-        field = self._fields.get(key)
-        if field is None and default is None:
+        value = self._values.get(key, default)
+        if value is None:
             raise LoadError(f"{self.path}: field {key} is missing")
-        return default if field is None else field.contents()
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture."""
         return self.whole(f"{self.family.gguf}.{key}", default)
 
     def has(self, key: str) -> bool:
-        return key in self._fields
+        return key in self._values
 
     def configuration(self, vocab_size: int | None, tied: bool, rope_factors: tuple[float, ...], quantization: str) -> ModelConfig:
         """vocab_size: rows of the embedding, if the file has one; quantization: how the file holds its matrices."""

@@ -23,6 +23,7 @@ from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.models.registry import architecture
 from pagecast_worker.models.weights import Source
+from pagecast_worker.outset import check_model, max_model_len
 from pagecast_worker.parallel import Ranks
 from pagecast_worker.vocabulary import load_vocabulary
 
@@ -57,13 +58,6 @@ def open_vocabulary(config: WorkerConfig, checkpoint: Checkpoint | RandomWeights
     return load_vocabulary(Path(config.model), shape.vocab_size, shape.eos_token_ids, fields)
 
 
-def max_model_len(config: WorkerConfig, model: ModelConfig) -> int:
-    """The longest sequence in tokens. Raises LoadError where more is asked than the model knows positions for."""
-    if config.max_model_len is not None and config.max_model_len > model.max_position:
-        raise LoadError(f"max_model_len must be at most {model.max_position} for this model, got {config.max_model_len}")
-    return config.max_model_len or model.max_position
-
-
 def check_split(model: ModelConfig, ranks: Ranks) -> None:
     """Raises LoadError, naming the field, where the model cannot be split over so many ranks."""
     ranks.share(model.num_heads, "num_attention_heads")
@@ -78,7 +72,8 @@ def load_model(
     config: WorkerConfig, checkpoint: Checkpoint | RandomWeights, ranks: Ranks, device: torch.device, dtype: torch.dtype,
     report: ReportProgress,
 ) -> Loaded:  # fmt: skip
-    """Allocate and fill. Reports bytes of weights under phase "weights"."""
+    """Allocate and fill. Reports bytes of weights under phase "weights". Options that do not fit raise LoadError before any is read."""
+    check_model(config, checkpoint.config, checkpoint.scheme, "cuda" if device.type == "cuda" else "cpu", dtype.itemsize)
     family, longest = architecture(checkpoint.config.architecture), max_model_len(config, checkpoint.config)
     quantizer = None
     if config.quantization is not None or checkpoint.scheme is not None:
@@ -141,8 +136,6 @@ def _digest(config: WorkerConfig, identity: str) -> str:
 
 def scale_cache(model: Decoder, checkpoint: Checkpoint | RandomWeights, names: set[str]) -> None:
     """Gives every layer the scales of its 8-bit cache: those that the checkpoint has, else 1. Raises LoadError."""
-    if model.config.latent is not None:
-        raise LoadError("kv_cache_dtype must be auto for a model with latent attention, got fp8")
     heads, prefix = model.config.num_kv_heads, str(model.names["layer"])
     for index, layer in enumerate(model.layers):
         for part, older in (("k_scale", "k_proj.output_scale"), ("v_scale", "v_proj.output_scale")):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pagecast_kernels import quantized_weights
 from pagecast_kernels.quantized_weights import BIAS, Kind, PackedExperts, PackedWeight, ScaledExperts, tile_columns
-from pagecast_worker.executor import LoadError
 from pagecast_worker.layers.experts import Experts, Grouped
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
@@ -70,15 +69,10 @@ def for_kernels(device: torch.device) -> bool:
 class Quantizer:
     """Turns the parts that a product's sources give into its weight. method: of `--quantization`; scheme: the checkpoint's own.
 
-    dtype: the model's, in which weights are kept that stay plain. kept: ids of products' layers that are not rounded. Raises LoadError for
-    what cannot work together.
+    dtype: the model's, in which weights are kept that stay plain. kept: ids of products' layers that are not rounded.
     """
 
     def __init__(self, method: str | None, scheme: Scheme | None, device: torch.device, dtype: torch.dtype) -> None:
-        if method is not None and scheme is not None:
-            raise LoadError(f"quantization must not be given for a checkpoint that is quantized ({scheme.name}), got {method}")
-        if device.type == "cuda" and dtype == torch.float32:
-            raise LoadError("dtype must be bfloat16 or float16 for quantized weights on a GPU, got float32")
         self.method, self.scheme, self.device, self.dtype = method, scheme, device, dtype
         self.kept: set[int] = set()
         self._parts: dict[tuple[int, int | None], list[Stored | Tensor]] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.fields import Fields
-from pagecast_worker.models.weights import Names
+from pagecast_worker.models.names import Names
 
 LLAMA_NAMES: Names = {
     "embedding": "model.embed_tokens.weight", "head": "lm_head.weight", "norm": "model.norm.weight", "layer": "model.layers.{i}.",

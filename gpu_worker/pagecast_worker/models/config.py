@@ -128,3 +128,8 @@ class ModelConfig:
         if self.latent is not None:
             return 1, self.latent.rope_dim, self.latent.rank
         return self.num_kv_heads, self.head_dim, self.head_dim
+
+    def block_bytes(self, block_size: int, itemsize: int, ranks: int = 1) -> int:
+        """Bytes of a KV block of so many tokens over all layers, on each of so many ranks. itemsize: bytes of an element of K and V."""
+        heads, key, value = self.kv_shape()
+        return self.num_layers * max(1, heads // ranks) * block_size * (key + value) * itemsize

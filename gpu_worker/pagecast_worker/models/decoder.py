@@ -18,7 +18,8 @@ from pagecast_worker.layers.rotary import cos_sin_table
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.models import folded, one_row, sources
 from pagecast_worker.models.config import LatentConfig, ModelConfig
-from pagecast_worker.models.weights import Names, Source
+from pagecast_worker.models.names import Names
+from pagecast_worker.models.weights import Source
 from pagecast_worker.parallel import Ranks
 
 

@@ -3,7 +3,7 @@
 from pagecast_worker.models.architecture import LLAMA_NAMES, Architecture, dense
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.fields import Fields
-from pagecast_worker.models.weights import Piece
+from pagecast_worker.models.names import Piece
 
 
 def read(fields: Fields) -> ModelConfig:

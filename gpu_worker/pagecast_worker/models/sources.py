@@ -10,7 +10,8 @@ from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.latent_attention import LatentAttention
 from pagecast_worker.models.config import ModelConfig
-from pagecast_worker.models.weights import Names, Source, named, reordered, rotary_order
+from pagecast_worker.models.names import Names
+from pagecast_worker.models.weights import Source, named, reordered, rotary_order
 from pagecast_worker.parallel import Part, Ranks
 
 if TYPE_CHECKING:

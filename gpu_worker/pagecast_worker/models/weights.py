@@ -1,27 +1,15 @@
 """Which checkpoint tensor fills which part of which parameter."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pagecast_worker.models.config import ModelConfig
+from pagecast_worker.models.names import Names, Piece
 from pagecast_worker.parallel import Part
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The index-th of `of` equal parts of a checkpoint tensor's rows: what a file with fused projections has for one of them."""
-
-    name: str
-    index: int
-    of: int
-
-
-Names = Mapping[str, str | Piece]
-"""A model's mapping table: a part of a layer (or of the whole model) and the checkpoint's name for it. {e} stands for an expert."""
 
 
 @dataclass(frozen=True, slots=True)

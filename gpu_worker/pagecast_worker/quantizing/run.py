@@ -17,8 +17,9 @@ from pagecast_worker.loading.products import kept_plain, products_of
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.loading.stored import Stored, is_quantized, read, rounded
 from pagecast_worker.models.decoder import Decoder, Layer
+from pagecast_worker.models.names import Piece
 from pagecast_worker.models.registry import architecture
-from pagecast_worker.models.weights import Piece, Source
+from pagecast_worker.models.weights import Source
 from pagecast_worker.parallel import Ranks
 from pagecast_worker.quantizing import formats, rounding
 from pagecast_worker.quantizing.calibration import Calibration, Inputs, Weight

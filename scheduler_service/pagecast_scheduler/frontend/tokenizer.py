@@ -17,10 +17,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
-from pagecast_scheduler.frontend.gguf_metadata import read_metadata
 from pagecast_scheduler.frontend.gguf_pieces import CONTROL, USER_DEFINED, pieces_backend
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 from pagecast_scheduler.frontend.token_pieces import SPACE, joins_bytes, pieces_of
+from pagecast_wire.gguf_metadata import read_metadata
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
