@@ -13,7 +13,7 @@ import pytest
 from e2e.cli_server import LIMIT_S, pagecast, serve
 from e2e.launch_roles import wait_ended
 
-from pagecast import Client, SamplingParams
+from pagecast import Client, SamplingParams, models
 from pagecast.errors import PagecastError
 from pagecast.types import Tokens
 
@@ -147,13 +147,23 @@ def test_files_that_are_no_model_are_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_damaged_model_is_said_at_the_end(tmp_path: Path) -> None:
+    """Where its head is whole, it is a process that finds it."""
     damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(b"GGUF" + bytes(64))
+    whole = models.resolve(models.DEFAULT_MODEL)
+    with whole.open("rb") as file:
+        damaged.write_bytes(file.read(whole.stat().st_size // 2))
     done = pagecast("serve", str(damaged), "--port", "0")
     assert done.returncode == 2
     complaints = [line for line in done.stderr.splitlines() if line.startswith("pagecast serve: ")]
-    assert len(complaints) == 1 and "failed: " in complaints[0], done.stderr
+    assert len(complaints) == 1 and "worker-0 failed: " in complaints[0], done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_head_is_said_before_the_start(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(64))
+    done = pagecast("serve", str(damaged), "--port", "0")
+    assert (done.returncode, done.stderr) == (2, f"pagecast serve: {damaged}: not a readable GGUF file (GGUF version 0 is not supported)\n")
 
 
 def test_the_scheduler_loads_no_heavy_module(tmp_path: Path) -> None:
