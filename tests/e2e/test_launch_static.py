@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_one_line_and_an_exit_code(hosts: tuple[Host, Host]
             (("--wire-keys", str(stranger)), f"does not know the key in {stranger}"),
             (("--oracle-vocab-size", "77"), "refused by the scheduler: model digest"),
             (("--max-num-seqs", "3"), "refused by the scheduler: config digest"),
-            (("--tensor-parallel-size", "4"), "refused by the scheduler: tensor_parallel_size 4, the scheduler has 2"),
+            (("--tensor-parallel-size", "4"), "refused by the scheduler: --tensor-parallel-size 4, the scheduler has 2"),
         ):
             with Node(hosts[1], *rest, *words) as wrong:
                 assert wrong.wait() == 2

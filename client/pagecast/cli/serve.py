@@ -93,7 +93,8 @@ class Screen:
             self._complain(said, "process ended", name=event.name, why=why, restart_in_s=round(event.restart_in_s, 1))
         elif isinstance(event, Failed):
             self.bar.close()
-            said = options.flagged(self._last_words.pop(event.name, event.line or "it said nothing"))
+            words = self._last_words.pop(event.name, None)
+            said = event.line or "it said nothing" if words is None else options.flagged(words)
             write_line(f"pagecast serve: {event.name} failed: {said}")
 
     def warn(self, text: str) -> None:
