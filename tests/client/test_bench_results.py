@@ -9,6 +9,7 @@ import pytest
 
 from pagecast.bench import figures, load, results, workloads
 from pagecast.bench.engines import named_values, shifted
+from pagecast.bench.progress import Progress
 from pagecast.cli import bench_report, bench_serve, bench_throughput
 from pagecast.cli.bench_startup import Phases, metrics_of
 
@@ -170,11 +171,14 @@ def test_what_was_measured_before_an_end_is_written(
 
 def test_a_workload_has_repetitions_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench_throughput, "Pagecast", lambda options: Counted("pagecast", 4, AssertionError("run once too often")))
+    totals = []
+    monkeypatch.setattr(bench_throughput, "Progress", lambda total: totals.append(total) or Progress(total))
     parser = argparse.ArgumentParser()
     bench_throughput.add_arguments(parser)
     line = "--workload single --workload decode --warmup 0 --repetitions-of decode=1 --results"
     assert bench_throughput.run(parser.parse_args([*line.split(), str(tmp_path)])) == 0
     assert "fewer than three repetitions of decode;" in capsys.readouterr().out
+    assert totals == [4]
     for wrong in ("decode", "dance=1", "decode=0"):
         with pytest.raises(SystemExit):
             parser.parse_args(["--repetitions-of", wrong])

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 def fill(table: Table, makers: list[Callable[[], Engine]], args: argparse.Namespace) -> None:
     """Measures every workload of `table` on every engine: together, or one engine after the other."""
-    progress = Progress(len(table) * len(makers) * (args.warmup + args.repetitions))
+    progress = Progress(len(makers) * sum(args.warmup + repetitions(args, workload) for workload in table))
     for together in [[maker] for maker in makers] if args.in_turn else [makers]:
         engines: list[Engine] = []
         try:
