@@ -5,6 +5,7 @@ from typing import Any
 from pagecast.v1 import admin_pb2 as pb
 from pagecast.v1 import admin_pb2_grpc, generation_pb2
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation, field_violation
+from pagecast_scheduler.frontend.findings import Findings
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_wire import control
 from pagecast_wire.control import RequestReport, WaitCause
@@ -31,11 +32,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: Any, context: Any) -> pb.DrainResponse:
         """No new requests after the announcement."""
-        seconds = self._state.config.drain_announce_s
-        if request.HasField("announce"):
-            seconds = request.announce.seconds + request.announce.nanos / 1e9
-        if not 0 <= seconds <= MAX_ANNOUNCE_S:
-            raise field_violation("announce", f"must be 0 s to {MAX_ANNOUNCE_S} s, not {seconds:g} s")
+        found = Findings()
+        seconds = found.seconds("announce", request, 0.0, MAX_ANNOUNCE_S, self._state.config.drain_announce_s)
+        found.refuse()
         done = await self._engine.ask(control.SetDrain(0, True, round(seconds * 1000)))
         return pb.DrainResponse(num_open=done.count)
 

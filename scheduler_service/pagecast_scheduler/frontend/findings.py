@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from pagecast_scheduler.frontend.errors import Reason, Refusal, Violation
 
@@ -29,6 +30,18 @@ class Findings(list[Violation]):
         """Checks that an integer is in [low, high]."""
         if not low <= value <= high:
             self.add(path, f"must be {low} to {high}, not {value}")
+
+    def seconds(self, path: str, message: Any, low: float, high: float, default: float) -> float:
+        """Seconds of the Duration field that path ends with; the default where it is absent, or not in [low, high]."""
+        field = path.rpartition(".")[2]
+        if not message.HasField(field):
+            return default
+        value = getattr(message, field)
+        seconds: float = value.seconds + value.nanos / 1e9
+        if low <= seconds <= high:
+            return seconds
+        self.add(path, f"must be {low:g} s to {high:g} s, not {seconds:g} s")
+        return default
 
     def count(self, path: str, number: int, low: int, high: int, what: str) -> bool:
         """Checks how many there are of something; whether it passes."""

@@ -6,23 +6,13 @@ from typing import Any
 
 from pagecast.v1 import runtime_pb2 as pb
 from pagecast.v1 import runtime_pb2_grpc
-from pagecast_scheduler.frontend.errors import Reason, Refusal, field_violation
+from pagecast_scheduler.frontend.errors import Reason, Refusal
+from pagecast_scheduler.frontend.findings import Findings
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_wire import view_u32
 from pagecast_wire.control import CacheEvents
 
 MIN_LOAD_S, MAX_LOAD_S, DEFAULT_LOAD_S = 0.1, 60.0, 1.0
-
-
-def _seconds(request: Any, field: str, low: float, high: float, default: float) -> float:
-    """A Duration field in seconds. Raises Refusal when out of range."""
-    if not request.HasField(field):
-        return default
-    value = getattr(request, field)
-    seconds: float = value.seconds + value.nanos / 1e9
-    if not low <= seconds <= high:
-        raise field_violation(field, f"must be {low:g} s to {high:g} s, not {seconds:g} s")
-    return seconds
 
 
 class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
@@ -49,7 +39,9 @@ class RuntimeServicer(runtime_pb2_grpc.RuntimeServiceServicer):
 
     async def WatchLoad(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """The load whenever it has changed, at most once per interval. Ends with the server."""
-        interval = _seconds(request, "min_interval", MIN_LOAD_S, MAX_LOAD_S, DEFAULT_LOAD_S)
+        found = Findings()
+        interval = found.seconds("min_interval", request, MIN_LOAD_S, MAX_LOAD_S, DEFAULT_LOAD_S)
+        found.refuse()
         last = None
         while True:
             load = self._load()
