@@ -1,11 +1,16 @@
 """`pagecast batch`: a file of requests is answered whole, and what was answered before a crash is not asked again."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from client.fake_server import FakeServer
 from e2e.cli_server import pagecast, serve
 from frontend.secure_rig import Authority
+
+from pagecast.cli import batch
 
 
 def write(path: Path, count: int) -> None:
@@ -72,6 +77,19 @@ def test_one_line_cannot_end_a_batch_nor_be_cut_in_two(tmp_path: Path) -> None:
     assert answers["b"]["body"]["error"] == {
         "message": "prompt: must not hold half of a surrogate pair", "type": "invalid_request_error", "param": "prompt", "code": None,
     }  # fmt: skip
+
+
+def test_a_server_that_is_away_ends_the_batch_and_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that a server never answered are asked when the batch is taken up; only those that have an answer are written."""
+    monkeypatch.setattr(batch, "PATIENCE_S", 1.5)
+    server, output = FakeServer(), tmp_path / "out"
+    tasks = [batch.Task(name, "/v1/completions", {"prompt": prompt}) for name, prompt in (("a", "hello"), ("b", "busy"), ("c", "busy"))]
+    try:
+        with output.open("w") as sink, pytest.raises(batch.ServerAway, match="the queue is full; run the same again"):
+            asyncio.run(batch.answer_all(tasks, batch.Server(server.target, None, None), sink, 3, 3))
+    finally:
+        server.close()
+    assert {name: answer["status_code"] for name, answer in read(output).items()} == {"a": 200}
 
 
 def test_an_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _pair(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise argparse.ArgumentTypeError(f"must be a name, = and JSON (a text in quotes), not {text!r}") from None
 
 

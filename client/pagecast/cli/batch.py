@@ -7,9 +7,11 @@ import argparse
 import asyncio
 import json
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,6 +31,11 @@ _PASSED_ON = (
 )
 _BEGINNING = b'{"id": "batch_req_'
 """Of every line of an output."""
+PATIENCE_S = 120.0
+"""A server that is away or overloaded is asked again; after so long without an answer to any line the batch ends, to be taken up later."""
+MOST_ATTEMPTS = 8
+"""At a line whose answer the server could not bring to its end."""
+_OF_THE_LINE = ("worker_lost", "queue_time_exceeded")
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -36,6 +43,10 @@ class BadBatch(PagecastError):
     """A batch file that cannot be worked on."""
 
     exit_code = 2
+
+
+class ServerAway(PagecastError):
+    """Nobody has answered any line for PATIENCE_S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +203,8 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
     from pagecast_scheduler.gateway.app import make_app
     from pagecast_scheduler.gateway.backend import Backend
 
+    heard = Heard(time.monotonic())
+    away: list[ServerAway] = []
     backend = Backend([server.target], server.tls)
     headers = {} if server.token is None else {"Authorization": f"Bearer {server.token}"}
     room = asyncio.Semaphore(concurrency)
@@ -206,7 +219,7 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
 
             async def one(task: Task) -> None:
                 try:
-                    line = await _answer(http, task)
+                    line = await _answer(http, task, heard)
                 finally:
                     room.release()
                 sink.write(_text(line) + "\n")
@@ -218,18 +231,37 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
                     for task in tasks:
                         await room.acquire()
                         group.create_task(one(task))
+            except* ServerAway as found:
+                away += [error for error in found.exceptions if isinstance(error, ServerAway)]
             finally:
                 await backend.close()
+    if away:
+        raise away[0]
 
 
-async def _answer(http: "httpx.AsyncClient", task: Task) -> dict[str, Any]:
-    """One line of the output. While the server is overloaded or away, it is asked again."""
+@dataclass(slots=True)
+class Heard:
+    """When any line was answered last, in monotonic seconds."""
+
+    at: float
+
+
+async def _answer(http: "httpx.AsyncClient", task: Task, heard: Heard) -> dict[str, Any]:
+    """One line of the output. While the server is overloaded or away, it is asked again. Raises ServerAway."""
+    begun = time.monotonic()
     body = json.dumps(task.body)  # as it was given: whether that is a good body is not to be said here
-    for attempt in range(8):
+    for attempt in count():
         reply = await http.post(task.url, content=body, headers={"Content-Type": "application/json"})
         if reply.status_code != 503:
             break
-        await asyncio.sleep(min(30.0, float(reply.headers.get("Retry-After", 1)) * 2**attempt))
+        error = reply.json()["error"]
+        if error["code"] in _OF_THE_LINE and attempt + 1 >= MOST_ATTEMPTS:
+            break
+        wait = min(30.0, float(reply.headers.get("Retry-After", 1)) * 2 ** min(attempt, 5))
+        if time.monotonic() + wait - max(begun, heard.at) > PATIENCE_S:
+            raise ServerAway(f"no line was answered for {PATIENCE_S:g} s: {error['message']}; run the same again to go on")
+        await asyncio.sleep(wait)
+    heard.at = time.monotonic()
     response = {"status_code": reply.status_code, "request_id": secrets.token_hex(12), "body": reply.json()}
     return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": task.custom_id, "response": response, "error": None}
 
