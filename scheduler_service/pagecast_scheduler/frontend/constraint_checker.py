@@ -24,6 +24,7 @@ class ConstraintChecker:
     def __init__(self) -> None:
         self._child: Popen[bytes] | None = None
         self._turn = asyncio.Lock()
+        self._work: asyncio.Task[str] | None = None  # the check under way
         self._num_waiting = 0
         self._good: dict[bytes, None] = {}
 
@@ -38,16 +39,28 @@ class ConstraintChecker:
             raise Refusal(Reason.OVERLOADED, message="too many constraints are being checked")
         self._num_waiting += 1
         try:
-            async with self._turn:
-                fault = await self._ask(constraint)
+            await self._turn.acquire()
+            self._work = asyncio.create_task(self._in_turn(constraint, key))
+            # A caller that leaves does not take the check with it: the child would have to be started again for the next one, and callers
+            # whose deadlines end sooner than that would never be served.
+            fault = await asyncio.shield(self._work)
         finally:
             self._num_waiting -= 1
         if fault:
             raise Refusal(Reason.CONSTRAINT_INVALID, violations=(Violation(path, fault),))
-        if len(self._good) >= MAX_KNOWN:
-            del self._good[next(iter(self._good))]
-        self._good[key] = None
         return constraint
+
+    async def _in_turn(self, constraint: Constraint, key: bytes) -> str:
+        """What is wrong with a constraint, "" for nothing. Whose turn it is; ends the turn."""
+        try:
+            fault = "" if key in self._good else await self._ask(constraint)
+        finally:
+            self._turn.release()
+        if not fault:
+            self._good[key] = None
+            if len(self._good) > MAX_KNOWN:
+                del self._good[next(iter(self._good))]
+        return fault
 
     async def _ask(self, constraint: Constraint) -> str:
         child, is_new = self._started()
