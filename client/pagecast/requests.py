@@ -130,6 +130,9 @@ _CHAT_OPTIONS = {"tools", "tool_choice", "tool_name", "template_kwargs", "add_ge
 
 def chat_prompt(messages: Chat) -> pb.ChatPrompt:
     """A conversation as the API's message."""
+    for message in messages:
+        if not isinstance(message, ChatMessage | Mapping):
+            raise TypeError(f"a conversation is made of messages, not of {type(message).__name__}")
     values = [m if isinstance(m, ChatMessage) else ChatMessage(**{**m, "content": m.get("content") or ""}) for m in messages]
     return pb.ChatPrompt(
         messages=[
@@ -186,6 +189,10 @@ def duration(seconds: float) -> Duration:
 def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         spec.prompt_text = prompt
+    elif not hasattr(prompt, "__getitem__") or isinstance(prompt, bytes | Mapping):
+        raise TypeError(f"a prompt is text, token ids or a conversation, not {type(prompt).__name__}")
+    elif len(prompt) and isinstance(prompt[0], str):
+        raise TypeError("a prompt is text, token ids or a conversation, not several texts: ask once for each, or use LLM.generate")
     elif len(prompt) and not isinstance(prompt[0], int):
         spec.chat.CopyFrom(chat_prompt(cast(Chat, prompt)))
     else:

@@ -108,7 +108,10 @@ class Others(tokenizer_pb2_grpc.TokenizerServiceServicer, model_pb2_grpc.ModelSe
         return model_pb2.ListModelsResponse(models=[model])
 
     def GetLoad(self, request: Any, context: Any) -> runtime_pb2.GetLoadResponse:
-        return runtime_pb2.GetLoadResponse(instance_id="i", state=runtime_pb2.SERVING_STATE_SERVING, num_running=4, kv_utilization=0.5)
+        return runtime_pb2.GetLoadResponse(
+            instance_id="i", state=runtime_pb2.SERVING_STATE_SERVING, epoch=2, step=9, num_running=4, kv_utilization=0.5, prompt_tokens=11,
+            output_tokens=12, device_us=500_000,
+        )
 
     def GetServerInfo(self, request: Any, context: Any) -> runtime_pb2.GetServerInfoResponse:
         return runtime_pb2.GetServerInfoResponse(version="1", instance_id="i", epoch=3)

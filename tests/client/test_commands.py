@@ -11,9 +11,11 @@ import pytest
 from client.fake_server import FakeServer
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pagecast.cli.admin import ACTIONS
+from pagecast.admin import open_request
+from pagecast.cli.admin import ACTIONS, line_of
 from pagecast.cli.answer import Answer
 from pagecast.cli.main import COMMANDS
+from pagecast.v1 import admin_pb2, generation_pb2
 
 PAGECAST = [sys.executable, "-m", "pagecast.cli.main"]
 
@@ -114,10 +116,20 @@ def test_every_action_of_admin_has_a_line_of_the_help() -> None:
     assert [line.split()[0] for line in lines[start:]] == list(ACTIONS)
 
 
+def test_a_request_that_decodes_has_no_more_of_its_prompt_than_there_is() -> None:
+    info = admin_pb2.RequestInfo(
+        request_id="r", priority=generation_pb2.PRIORITY_NORMAL, phase=generation_pb2.PHASE_DECODING, prompt_tokens=2, computed_tokens=49,
+        output_tokens=48,
+    )
+    assert line_of(open_request(info)) == "r  decoding  0.0 s  2/2 prompt, 48 output"
+
+
 def test_status_shows_health_model_and_load(server: FakeServer) -> None:
     done = pagecast("status", "--target", server.target)
     assert done.returncode == 0
     assert "SERVING" in done.stdout and "model    m:" in done.stdout and "4 running" in done.stdout
+    # The step is one of the epoch, the other figures are of the scheduler's life.
+    assert "epoch 2, step 9\n" in done.stdout and "11 prompt and 12 output tokens in 0.5 s of the device," in done.stdout
     told = json.loads(pagecast("status", "--json", "--target", server.target).stdout)
     assert (told["health"], told["load"]["num_running"], told["models"][0]["limits"]["max_model_len"]) == ("SERVING", 4, 128)
     assert pagecast("status", "--check", "--target", "127.0.0.1:1").returncode == 1

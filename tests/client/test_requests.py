@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pagecast import answers, requests, types
+from pagecast.llm import listed
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2 as pb
 
@@ -73,6 +74,23 @@ def test_an_option_that_no_message_holds_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be "):
         requests.generation_spec([types.ChatMessage("user", "hi")], None, wrong)
         requests.delivery(wrong)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [(None, "not NoneType"), (5, "not int"), (b"text", "not bytes"), ({"role": "user", "content": "hi"}, "not dict"),
+     (iter(["text"]), "not list_iterator"), (["One", "Two"], "not several texts"), ([1.5], "made of messages, not of float")],
+)  # fmt: skip
+def test_what_is_no_prompt_is_refused_in_words(prompt: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        requests.generation_spec(prompt, None, {})
+
+
+def test_several_prompts_that_are_none_are_refused_in_words() -> None:
+    for wrong in (None, 5, iter(["text"])):
+        asked: Any = wrong
+        with pytest.raises(TypeError, match="a prompt is text, token ids or a conversation, not "):
+            requests.generation_spec(listed(asked)[0], None, {})
 
 
 def test_options_with_names_for_values() -> None:

@@ -51,6 +51,7 @@ def test_the_page_and_its_files_are_served(served: Served) -> None:
             assert f"/page/{name}" in page.text and http.get(f"/page/{name}").status_code == 200
         assert http.get("/page/../app.py").status_code == 404
         until(lambda: http.get("/health").json() == {"status": "SERVING"}, "the gateway's front ends do not answer in its time")
+        assert http.get("/load").json()["state"] == "serving"
 
 
 def test_a_client_that_leaves_frees_its_request(served: Served) -> None:

@@ -227,6 +227,17 @@ def test_a_file_that_lets_nobody_in_is_taken_and_said(folder: Path, monkeypatch:
     assert said == [f"the auth file holds no token and no certificate's name: nobody may ask {folder / 'auth.toml'}"] * 2
 
 
+async def test_certificates_that_nobody_is_asked_for_are_spoken_of_in_the_log_and_not_to_the_caller(
+    folder: Path, logged: list[dict[str, Any]]
+) -> None:
+    rig = await start(folder, "[principal.eve]\nsans = ['eve.example.org']\n")
+    assert any("no client shows one without --tls-client-ca" in line["event"] for line in logged)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.generation.Generate(pb.GenerateRequest(spec=spec()))
+    assert caught.value.details() == "a bearer token that is known here is needed"
+    await stop_rig(rig)
+
+
 async def test_a_token_ends_with_its_time(folder: Path) -> None:
     now = datetime.now(UTC)
     text = PRINCIPALS + entry("alice", expires=now - timedelta(seconds=1)) + entry("later", "alice", expires=now + timedelta(days=1))

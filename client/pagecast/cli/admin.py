@@ -75,15 +75,17 @@ def _undrain(admin: Admin, args: argparse.Namespace) -> int:
 def _requests(admin: Admin, args: argparse.Namespace) -> int:
     total = 0
     for info in admin.requests(timeout=args.timeout):
-        print(_line(info))
+        print(line_of(info))
         total += 1
     print(f"{total} open")
     return 0
 
 
-def _line(info: OpenRequest) -> str:
+def line_of(info: OpenRequest) -> str:
+    """One request as `pagecast admin requests` shows it."""
     why = "" if info.waiting is None else f": {info.waiting.explanation}"
-    done = f"{info.computed_tokens}/{info.prompt_tokens} prompt, {info.output_tokens} output"
+    prefilled = min(info.computed_tokens, info.prompt_tokens)  # what is computed goes on into the output
+    done = f"{prefilled}/{info.prompt_tokens} prompt, {info.output_tokens} output"
     labels = "".join(f"  {key}={value}" for key, value in sorted(info.labels.items()))
     return f"{info.request_id}  {info.phase}  {info.age:.1f} s  {done}{labels}{why}"
 

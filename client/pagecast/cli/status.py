@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         shown = None if models is None else [asdict(model) for model in models]
         print(json.dumps({"health": health, "load": load and asdict(load), "models": shown, "denied": denied}))
         return code
-    of_engine = "" if load is None else f", engine {load.state}, instance {load.instance_id}, epoch {load.epoch}"
+    of_engine = "" if load is None else f", engine {load.state}, instance {load.instance_id}, epoch {load.epoch}, step {load.step}"
     print(f"health   {health}{of_engine}")
     for model in models or ():
         print("\n".join(_model_lines(model)))
@@ -175,7 +175,7 @@ def _load_lines(load: Load) -> list[str]:
     return [
         f"load     {load.num_running} running, {load.num_waiting} waiting, "
         f"KV {100 * load.kv_utilization:.1f} % of {load.num_blocks} blocks, {load.num_blocks_cached} cached",
-        f"so far   {load.prompt_tokens} prompt and {load.output_tokens} output tokens in {load.step} steps and "
-        f"{load.device_us / 1e6:.1f} s of the device, prefix hits {hit}, "
+        f"so far   {load.prompt_tokens} prompt and {load.output_tokens} output tokens in {load.device_us / 1e6:.1f} s of the device, "
+        f"prefix hits {hit}, "
         f"{load.num_preemptions} preemptions, {load.num_recoveries} recoveries",
     ]

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import structlog
+
 from pagecast_scheduler.frontend import auth_file
 from pagecast_scheduler.frontend.errors import Reason, Refusal
 from pagecast_scheduler.frontend.principals import ANONYMOUS, Principal, Role, of_certificate
 from pagecast_scheduler.frontend.reloading import Reloading
 from pagecast_wire.intake import Priority
+
+log = structlog.get_logger("pagecast.frontend")
 
 ROLES: dict[str, frozenset[Role]] = {
     "pagecast.v1.GenerationService": frozenset({Role.INFER}),
@@ -44,6 +48,8 @@ class Authorizer:
     def __init__(self, table: Reloading[auth_file.AuthTable] | None, has_client_ca: bool) -> None:
         self._table = table
         self.has_client_ca = has_client_ca
+        if table is not None and table.value.sans and not has_client_ca:
+            log.warning("the auth file's names of certificates count for nothing: no client shows one without --tls-client-ca")
 
     def refresh(self) -> int:
         """Takes a changed file over. Returns how often one could not be."""
@@ -68,7 +74,7 @@ class Authorizer:
         if table is not None:
             known = [table.sans[san] for san in sans if san in table.sans]
             if not known:
-                raise Refusal(Reason.TOKEN_MISSING)
+                raise Refusal(Reason.TOKEN_MISSING, message="" if self.has_client_ca else "a bearer token that is known here is needed")
             return known[0]
         if not sans:
             raise Refusal(Reason.TOKEN_MISSING, message="a client certificate with a subject alternative name is needed")

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 
 from pagecast.errors import RpcError
 from pagecast.v1 import generation_pb2 as pb
+from pagecast.v1 import runtime_pb2
 from pagecast_scheduler.gateway import answers, chunks, schema, translate
 from pagecast_scheduler.gateway.backend import Backend, Metadata
 from pagecast_scheduler.gateway.errors import BadBody, Faults, body, faults_of, of_rpc
@@ -240,7 +241,8 @@ def _add_watching(app: FastAPI, backend: Backend, version: str) -> None:
     @app.get("/load")
     async def load(request: Request) -> dict[str, Any]:
         now = await backend.load(caller(request))
-        return {"running": now.num_running, "waiting": now.num_waiting, "kv_utilization": now.kv_utilization, "state": int(now.state)}
+        state = runtime_pb2.ServingState.Name(now.state).removeprefix("SERVING_STATE_").lower()
+        return {"running": now.num_running, "waiting": now.num_waiting, "kv_utilization": now.kv_utilization, "state": state}
 
     @app.get("/health")
     async def health(request: Request) -> Response:
