@@ -289,6 +289,7 @@ class AsyncLLM(_Embedded):
 
 def listed(prompts: requests.Prompt | Sequence[requests.Prompt]) -> list[requests.Prompt]:
     """One prompt or many as a list: text is one prompt, so are numbers (token ids) and messages (a conversation)."""
-    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or (len(prompts) > 0 and isinstance(prompts[0], int | types.ChatMessage | Mapping)):
+    is_one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
+    if is_one or (len(prompts) > 0 and isinstance(prompts[0], int | types.ChatMessage | Mapping)):
         return [cast(requests.Prompt, prompts)]
     return cast(list[requests.Prompt], list(prompts))
