@@ -75,7 +75,8 @@ class OrcaServicer:
 
     async def StreamCoreMetrics(self, request: Any, context: Any) -> None:
         """Ends when the server does."""
-        wanted = request.report_interval.ToTimedelta().total_seconds() if request.HasField("report_interval") else DEFAULT_INTERVAL_S
+        interval = request.report_interval
+        wanted = interval.seconds + interval.nanos / 1e9 if request.HasField("report_interval") else DEFAULT_INTERVAL_S
         interval_s = max(MIN_INTERVAL_S, wanted)
         ending = self._state.ending
         while not ending.is_set():
