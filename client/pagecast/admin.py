@@ -100,7 +100,7 @@ class InvariantsReport:
 
 
 def drain_request(announce: float | None) -> pb.DrainRequest:
-    return pb.DrainRequest(announce=None if announce is None else duration(announce))
+    return pb.DrainRequest(announce=None if announce is None else duration("announce", announce))
 
 
 def log_level_request(level: LogLevel) -> pb.SetLogLevelRequest:

@@ -146,7 +146,7 @@ class AsyncClient:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
-        position = Position.of(request, options.get("timeout"), options.get("resume", True))
+        position = Position.of(request, requests.timeout(options), options.get("resume", True))
         return AsyncStream(self._generation, position, self._metadata, self._reach)
 
     async def cancel(self, request_id: str) -> bool:
@@ -160,7 +160,7 @@ class AsyncClient:
     ) -> types.Generation:
         """Generate and return the whole result."""
         request = generation_pb2.GenerateRequest(spec=requests.generation_spec(prompt, sampling, options))
-        call = self._generation.Generate(request, timeout=options.get("timeout"), metadata=self._metadata)
+        call = self._generation.Generate(request, timeout=requests.timeout(options), metadata=self._metadata)
         return answers.generation(await self._ask(call))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:

@@ -134,7 +134,7 @@ class LLM(_Embedded):
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
         specs = (requests.generation_spec(prompt, one, options) for prompt, one in zip(many, each))
-        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, self._run(specs, options.get("timeout")))]
+        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, self._run(specs, requests.timeout(options)))]
 
     def chat(
         self, conversations: requests.Chat | Sequence[requests.Chat], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -263,7 +263,7 @@ class AsyncLLM(_Embedded):
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
     ) -> RequestOutput:
         """The whole result of one request. Asked for again if its front end is lost."""
-        asking = Asking.of(options.get("timeout"))
+        asking = Asking.of(requests.timeout(options))
         while True:
             left = asking.begin()
             if left is not None:

@@ -1,7 +1,9 @@
 """Turns what a caller says into the API's request messages. Checks only what the messages cannot hold; the server the rest."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -20,6 +22,9 @@ ToolChoice = Literal["auto", "none", "required"]
 Priority = Literal["batch", "normal", "interactive"]
 Truncate = Literal["none", "start", "end"]
 SlowConsumer = Literal["pause", "abort"]
+
+
+MOST_SECONDS = 366 * 24 * 3600.0
 
 
 class RequestOptions(TypedDict, total=False):
@@ -89,9 +94,9 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
     if "priority" in options:
         spec.scheduling.priority = _value("priority", pb.Priority, options["priority"])
     if "max_queue_time" in options:
-        spec.scheduling.max_queue_time.CopyFrom(duration(options["max_queue_time"]))
+        spec.scheduling.max_queue_time.CopyFrom(duration("max_queue_time", options["max_queue_time"]))
     if "time_budget" in options:
-        spec.stopping.time_budget.CopyFrom(duration(options["time_budget"]))
+        spec.stopping.time_budget.CopyFrom(duration("time_budget", options["time_budget"]))
     return spec
 
 
@@ -99,22 +104,22 @@ def delivery(options: RequestOptions) -> pb.DeliveryOptions:
     """How a stream is to be delivered. Raises ValueError, naming the option."""
     message = pb.DeliveryOptions()
     if "progress_interval" in options:
-        message.progress_interval.CopyFrom(duration(options["progress_interval"]))
+        message.progress_interval.CopyFrom(duration("progress_interval", options["progress_interval"]))
     if "flush_interval" in options:
-        message.flush_interval.CopyFrom(duration(options["flush_interval"]))
+        message.flush_interval.CopyFrom(duration("flush_interval", options["flush_interval"]))
     for name in ("max_tokens_per_event", "credit_tokens"):
         set_count(name, message, name, options.get(name))  # type: ignore[arg-type]
     if "slow_consumer" in options:
         message.slow_consumer = _value("slow_consumer", pb.SlowConsumer, options["slow_consumer"])
     if "detach_grace" in options:
         message.on_disconnect = pb.ON_DISCONNECT_DETACH
-        message.detach_grace.CopyFrom(duration(options["detach_grace"]))
+        message.detach_grace.CopyFrom(duration("detach_grace", options["detach_grace"]))
     return message
 
 
 def watch_load(min_interval: float) -> runtime_pb2.WatchLoadRequest:
     """How often the load is told at most."""
-    return runtime_pb2.WatchLoadRequest(min_interval=duration(min_interval))
+    return runtime_pb2.WatchLoadRequest(min_interval=duration("min_interval", min_interval))
 
 
 def watch_cache_events(after: CacheEvents | None, include_token_ids: bool) -> runtime_pb2.WatchCacheEventsRequest:
@@ -180,10 +185,25 @@ def _value(option: str, enum: Any, name: str) -> Any:
     return known[name]
 
 
-def duration(seconds: float) -> Duration:
-    """Seconds as a protobuf Duration."""
-    nanos = round(seconds * 1e9)
-    return Duration(seconds=int(nanos / 1_000_000_000), nanos=nanos - int(nanos / 1_000_000_000) * 1_000_000_000)
+def duration(name: str, seconds: float) -> Duration:
+    """Seconds as a protobuf Duration. Raises ValueError, naming the argument, for what is no number that it holds."""
+    try:
+        nanos = round(seconds * 1e9)
+        return Duration(seconds=int(nanos / 1_000_000_000), nanos=nanos - int(nanos / 1_000_000_000) * 1_000_000_000)
+    except (ValueError, OverflowError, TypeError):
+        raise ValueError(f"{name} must be a number of seconds, not {seconds!r}") from None
+
+
+def timeout(options: RequestOptions) -> float | None:
+    """The deadline of a call, None for none. gRPC takes a time that is too far away for one that has passed: a year is as good.
+
+    Raises ValueError for what is no number."""
+    given = options.get("timeout")
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):
+        raise ValueError(f"timeout must be a number of seconds, not {given!r}")
+    return float(given) if given < MOST_SECONDS else MOST_SECONDS
 
 
 def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:

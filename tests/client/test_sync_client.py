@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 from client.fake_server import FakeServer
@@ -183,3 +184,17 @@ def test_a_stream_that_waits_for_its_server_can_be_left() -> None:
         stream.cancel()
         reader.join(60)
         assert [type(error) for error in found] == [errors.Cancelled]
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10, 1e300])
+def test_a_timeout_that_is_too_far_away_for_grpc_is_none_that_has_passed(server: FakeServer, timeout: float) -> None:
+    with Client(server.target) as client:
+        assert client.generate("hello", timeout=timeout).text == "ab"
+        assert len(list(client.stream("hello", timeout=timeout))) == 5
+
+
+@pytest.mark.parametrize("name", ["timeout", "time_budget", "progress_interval"])
+@pytest.mark.parametrize("value", [float("nan"), "soon"])
+def test_times_that_are_no_numbers_are_named(server: FakeServer, name: str, value: Any) -> None:
+    with Client(server.target) as client, pytest.raises(ValueError, match=f"^{name} must be a number of seconds"):
+        client.stream("hello", **{name: value})

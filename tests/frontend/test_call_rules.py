@@ -206,11 +206,14 @@ async def test_a_balancer_can_watch_the_load(rig: Rig) -> None:
     watch: Any = rig.channel.unary_stream(
         "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics",
         request_serializer=orca_pb2.OrcaLoadReportRequest.SerializeToString, response_deserializer=OrcaLoadReport.FromString,
-    )(orca_pb2.OrcaLoadReportRequest(report_interval=Duration(nanos=1)))  # fmt: skip
-    for _ in range(3):
-        report = await watch.read()
+    )  # fmt: skip
+    intervals = Duration(nanos=1), Duration(seconds=1 << 62)
+    often, once = (watch(orca_pb2.OrcaLoadReportRequest(report_interval=interval)) for interval in intervals)
+    for reports in (often, often, often, once):
+        report = await reports.read()
         assert report.mem_utilization == 0.25 and set(report.named_metrics) >= {"kv_cache_usage", "num_requests_waiting"}
-    watch.cancel()
+    often.cancel()
+    once.cancel()
 
 
 @pytest.fixture
