@@ -146,7 +146,7 @@ class AsyncClient:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
-        position = Position.of(request, requests.timeout(options), options.get("resume", True))
+        position = Position.of(request, requests.timeout(options.get("timeout")), options.get("resume", True))
         return AsyncStream(self._generation, position, self._metadata, self._reach)
 
     async def cancel(self, request_id: str) -> bool:
@@ -160,7 +160,7 @@ class AsyncClient:
     ) -> types.Generation:
         """Generate and return the whole result."""
         request = generation_pb2.GenerateRequest(spec=requests.generation_spec(prompt, sampling, options))
-        call = self._generation.Generate(request, timeout=requests.timeout(options), metadata=self._metadata)
+        call = self._generation.Generate(request, timeout=requests.timeout(options.get("timeout")), metadata=self._metadata)
         return answers.generation(await self._ask(call))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class AsyncClient:
 
     async def load(self, *, timeout: float | None = None) -> types.Load:
         """How busy the instance that answers is."""
-        return answers.load(await self._ask(self._runtime.GetLoad(runtime_pb2.GetLoadRequest(), timeout=timeout, metadata=self._metadata)))
+        return answers.load(await self._ask_method(self._runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
 
     def watch_load(self, *, min_interval: float = 1.0) -> AsyncWatch[types.Load]:
         """The load now, then whenever it has changed, at most once in min_interval seconds (0.1 to 60)."""
@@ -214,7 +214,7 @@ class AsyncClient:
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
         """grpc.health.v1 status of the server, or of one service."""
-        call = self._health(channel.health_request(service), timeout=timeout, metadata=self._metadata)
+        call = self._health(channel.health_request(service), timeout=requests.timeout(timeout), metadata=self._metadata)
         return channel.health_status(await self._ask(call))
 
     async def close(self) -> None:
@@ -228,7 +228,7 @@ class AsyncClient:
         await self.close()
 
     async def _ask_method(self, method: Any, request: Any, timeout: float | None) -> Any:
-        return await self._ask(method(request, timeout=timeout, metadata=self._metadata))
+        return await self._ask(method(request, timeout=requests.timeout(timeout), metadata=self._metadata))
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:

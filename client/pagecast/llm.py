@@ -134,7 +134,8 @@ class LLM(_Embedded):
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
         specs = (requests.generation_spec(prompt, one, options) for prompt, one in zip(many, each))
-        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, self._run(specs, requests.timeout(options)))]
+        found = self._run(specs, requests.timeout(options.get("timeout")))
+        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, found)]
 
     def chat(
         self, conversations: requests.Chat | Sequence[requests.Chat], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -263,7 +264,7 @@ class AsyncLLM(_Embedded):
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
     ) -> RequestOutput:
         """The whole result of one request. Asked for again if its front end is lost."""
-        asking = Asking.of(requests.timeout(options))
+        asking = Asking.of(requests.timeout(options.get("timeout")))
         while True:
             left = asking.begin()
             if left is not None:

@@ -194,11 +194,10 @@ def duration(name: str, seconds: float) -> Duration:
         raise ValueError(f"{name} must be a number of seconds, not {seconds!r}") from None
 
 
-def timeout(options: RequestOptions) -> float | None:
+def timeout(given: float | None) -> float | None:
     """The deadline of a call, None for none. gRPC takes a time that is too far away for one that has passed: a year is as good.
 
     Raises ValueError for what is no number."""
-    given = options.get("timeout")
     if given is None:
         return None
     if isinstance(given, bool) or not isinstance(given, Real) or math.isnan(given):

@@ -133,7 +133,7 @@ class Client:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
         spec = requests.generation_spec(prompt, sampling, options)
         request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
-        position = Position.of(request, requests.timeout(options), options.get("resume", True))
+        position = Position.of(request, requests.timeout(options.get("timeout")), options.get("resume", True))
         return Stream(self._generation, position, self._metadata, self._reach)
 
     def cancel(self, request_id: str) -> bool:
@@ -146,7 +146,7 @@ class Client:
     ) -> types.Generation:
         """Generate and return the whole result."""
         request = generation_pb2.GenerateRequest(spec=requests.generation_spec(prompt, sampling, options))
-        return answers.generation(self._ask(self._generation.Generate, request, requests.timeout(options)))
+        return answers.generation(self._ask(self._generation.Generate, request, options.get("timeout")))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
         """Token ids of `text`, as generation sees them."""
@@ -223,7 +223,7 @@ class Client:
 
     def _ask(self, method: Callable[..., T], request: Any, timeout: float | None = None) -> T:
         try:
-            answer = method(request, timeout=timeout, metadata=self._metadata)
+            answer = method(request, timeout=requests.timeout(timeout), metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._reach.explained(from_rpc(error)) from None
         self._reach.has_answered = True

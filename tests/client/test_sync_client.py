@@ -191,6 +191,7 @@ def test_a_timeout_that_is_too_far_away_for_grpc_is_none_that_has_passed(server:
     with Client(server.target) as client:
         assert client.generate("hello", timeout=timeout).text == "ab"
         assert len(list(client.stream("hello", timeout=timeout))) == 5
+        assert client.load(timeout=timeout).num_running == 4
 
 
 @pytest.mark.parametrize("name", ["timeout", "time_budget", "progress_interval"])
