@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from numbers import Integral
 from queue import Empty, SimpleQueue
 from typing import Any, Self, Unpack, cast
 
@@ -291,6 +292,6 @@ class AsyncLLM(_Embedded):
 def listed(prompts: requests.Prompt | Sequence[requests.Prompt]) -> list[requests.Prompt]:
     """One prompt or many as a list: text is one prompt, so are numbers (token ids) and messages (a conversation)."""
     is_one = isinstance(prompts, str) or not hasattr(prompts, "__len__")
-    if is_one or (len(prompts) > 0 and isinstance(prompts[0], int | types.ChatMessage | Mapping)):
+    if is_one or (len(prompts) > 0 and isinstance(prompts[0], Integral | types.ChatMessage | Mapping)):
         return [cast(requests.Prompt, prompts)]
     return cast(list[requests.Prompt], list(prompts))

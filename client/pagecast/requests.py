@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -212,7 +212,7 @@ def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
         raise TypeError(f"a prompt is text, token ids or a conversation, not {type(prompt).__name__}")
     elif len(prompt) and isinstance(prompt[0], str):
         raise TypeError("a prompt is text, token ids or a conversation, not several texts: ask once for each, or use LLM.generate")
-    elif len(prompt) and not isinstance(prompt[0], int):
+    elif len(prompt) and not isinstance(prompt[0], Integral):
         spec.chat.CopyFrom(chat_prompt(cast(Chat, prompt)))
     else:
         try:

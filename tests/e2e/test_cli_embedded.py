@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from e2e.launch_roles import wait_ended
 
 from pagecast import LLM, AsyncLLM, SamplingParams, errors, types
 from pagecast.llm import front_ends, listed
+from pagecast.requests import generation_spec
 from pagecast_worker.oracle import oracle_tokens
 
 LONG = SamplingParams(max_tokens=32, ignore_eos=True, seed=1)
@@ -66,6 +68,9 @@ def test_one_prompt_and_many_are_told_apart() -> None:
     assert listed([[1], [2]]) == [[1], [2]]
     assert listed([[message], [message]]) == [[message], [message]]
     assert listed([]) == []
+    ids = np.array([1, 2], np.uint16)
+    assert [list(prompt) for prompt in listed(ids)] == [[1, 2]] and len(listed(np.array([[1, 2], [3, 4]]))) == 2
+    assert list(generation_spec(ids, None, {}).prompt_token_ids.ids) == [1, 2]
 
 
 async def test_async_streams_run_side_by_side_and_can_be_left() -> None:
