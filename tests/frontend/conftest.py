@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.main import Frontend
 
 configure_logs("json", "info")
+
+_open: list["Rig"] = []
+"""Rigs that nobody has stopped yet. One that were still there at the end would keep the interpreter from ending."""
 
 
 @dataclass
@@ -53,7 +56,9 @@ async def start_rig(run_dir: Path, **changes: Any) -> Rig:
     async with asyncio.timeout(20):
         while not (run_dir / f"frontend-{config.index}.serving").exists():
             await asyncio.sleep(0.01)
-    return Rig(run_dir, frontend, scheduler, grpc.aio.insecure_channel(frontend.address), config)
+    rig = Rig(run_dir, frontend, scheduler, grpc.aio.insecure_channel(frontend.address), config)
+    _open.append(rig)
+    return rig
 
 
 async def end_frontend(rig: Rig) -> None:
@@ -67,6 +72,7 @@ async def end_frontend(rig: Rig) -> None:
 
 async def stop_rig(rig: Rig) -> None:
     """Takes everything down."""
+    _open.remove(rig)
     await rig.channel.close()
     await end_frontend(rig)
     await rig.scheduler.close()
@@ -94,10 +100,12 @@ def details(error: grpc.aio.AioRpcError) -> tuple[status_pb2.Status, dict[str, A
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder whose path is short enough for a Unix socket."""
+async def folder() -> AsyncIterator[Path]:
+    """A folder whose path is short enough for a Unix socket. What a failed test left running in it is stopped."""
     with tempfile.TemporaryDirectory(prefix="pc") as name:
         yield Path(name)
+        for rig in [rig for rig in _open if rig.run_dir == Path(name)]:
+            await stop_rig(rig)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,6 @@ from pagecast_wire.intake import Abort, Priority, Submit
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
-
-
-@pytest.fixture
-async def folder() -> AsyncIterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pc") as name:
-        yield Path(name)
 
 
 def generate(rig: Rig, *metadata: tuple[str, str], **fields: Any) -> Any:
