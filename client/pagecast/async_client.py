@@ -77,6 +77,8 @@ class AsyncStream:
 
     async def _go_on(self, error: RpcError) -> None:
         """Begin the next call, or raise."""
+        if self._left.is_set():
+            raise cancelled()
         if self._is_over:
             raise error
         try:

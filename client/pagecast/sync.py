@@ -69,6 +69,8 @@ class Stream:
 
     def _go_on(self, error: RpcError) -> None:
         """Begin the next call, or raise."""
+        if self._left.is_set():
+            raise cancelled()
         if self._is_over:
             raise error
         try:
