@@ -176,6 +176,7 @@ def test_nobody_who_ends_as_told_is_said_to_start_again(tmp_path: Path, notes: N
     events = Events()
     with supervisor(tmp_path, events) as cluster:
         cluster.wait_ready(WAIT_S)
+        notes.wait("worker-0 runs", "scheduler runs", "frontend-0 runs")  # who has not begun yet does not heed a signal
         assert cluster.stop() == 0
     for name in ("frontend-0", "scheduler", "worker-0"):
         last = events.wait(exited(name))

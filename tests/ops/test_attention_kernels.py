@@ -68,7 +68,7 @@ def test_decode_of_many_short_rows() -> None:
 def test_decode_refuses_a_workspace_that_is_too_small() -> None:
     case = paged_case.make(1, [3, 3], [1, 1], 4, 2, 64, 16)
     work = decode.decode_workspace(1, 4, 2, 64, "cpu")
-    with pytest.raises(ValueError, match="2 sequences need 4"):
+    with pytest.raises(ValueError, match=r"for 2 \(sequence, KV head\) pairs and \d+ programs, the launch needs 4 and"):
         decode_both(case, 0.125, workspace=work)
 
 
