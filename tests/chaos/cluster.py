@@ -17,6 +17,7 @@ from e2e.cli_server import LIMIT_S, Served, serve
 from e2e.test_grpc_continuation import run_dir_of, second_frontend
 
 from pagecast import Client
+from pagecast.errors import Unavailable
 
 ORACLE = ("--executor", "oracle", "--oracle-vocab-size", str(VOCAB), "--max-model-len", "4096", "--num-blocks", "1024")
 
@@ -64,15 +65,24 @@ class Cluster:
             yield first, second
 
     async def wait_idle(self) -> None:
-        """Nothing runs, nothing waits, no block is held, health is good: nothing of what was done has stayed."""
+        """Nothing runs, nothing waits, both front ends serve: nothing of what was done has stayed."""
         end = time.monotonic() + LIMIT_S
         while True:
-            with Client(self.other) as client:
+            with Client(self.other) as client, Client(self.served.address) as supervised:
                 load = client.load(timeout=10)
-                if client.health() == "SERVING" and not (load.num_running or load.num_waiting):
+                serving = client.health() == "SERVING" and _health(supervised) == "SERVING"
+                if serving and not (load.num_running or load.num_waiting):
                     return
             assert time.monotonic() < end, load
             await asyncio.sleep(0.05)
+
+
+def _health(client: Client) -> str:
+    """What a front end says of itself, or that nobody listens."""
+    try:
+        return client.health()
+    except Unavailable:
+        return "nobody listens"
 
 
 @contextmanager
