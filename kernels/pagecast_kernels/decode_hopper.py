@@ -19,8 +19,8 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import block_ids, clean, combine, entry, view, zero_padding
-from pagecast_kernels.shares import head_owner, head_share_of
+from pagecast_kernels.hopper_tiles import arrive, block_ids, clean, entry, view, zero_padding
+from pagecast_kernels.shares import head_share_of
 
 
 @gluon.jit
@@ -184,13 +184,10 @@ def _consume(
         else:
             part = 2 * program + (head_begin >= begin).to(gl.int32)
             _leave(parts_ptr, stats_ptr, part, o0, o1, top, total, GROUP, DIM, S_LAYOUT, V_LAYOUT)
-            gl.thread_barrier()
-            first_program = head_owner(kv_head, first, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
-            last_program = head_owner(kv_head, first + own - 1, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
-            counter = counters_ptr + place * NUM_KV_HEADS + kv_head
-            if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM)
-                gl.store(counter, 0)
+            arrive(
+                kv_head, place, first, own, tiles, programs, share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, head_row,
+                NUM_KV_HEADS, GROUP, OWN, DIM, BY_HEAD,
+            )  # fmt: skip
         at += count
         slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
         kv_head = gl.where(last, kv_head + 1, kv_head)

@@ -20,8 +20,8 @@ from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_bytes import SPLIT
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import block_ids, combine, entry, zero_padding
-from pagecast_kernels.shares import head_owner, head_share_of
+from pagecast_kernels.hopper_tiles import arrive, block_ids, entry, zero_padding
+from pagecast_kernels.shares import head_share_of
 
 _PAIRS = gl.constexpr("""{
 .reg .b16 l, h;
@@ -209,13 +209,10 @@ def _consume(
             stat = stats_ptr + part * (2 * GROUP) + head
             gl.store(stat, top, mask=head < GROUP)
             gl.store(stat + GROUP, sums, mask=head < GROUP)
-            gl.thread_barrier()
-            first_program = head_owner(kv_head, first, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
-            last_program = head_owner(kv_head, first + own - 1, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
-            counter = counters_ptr + place * NUM_KV_HEADS + kv_head
-            if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
-                combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, 128)
-                gl.store(counter, 0)
+            arrive(
+                kv_head, place, first, own, tiles, programs, share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, head_row,
+                NUM_KV_HEADS, GROUP, OWN, 128, BY_HEAD,
+            )  # fmt: skip
         at += count
         kv_head, head_row, q0, q1 = next_head, next_row, next_q0, next_q1
         tile, place, first, own, left = next_tile, next_place, next_first, next_own, next_left

@@ -4,6 +4,8 @@ Triton's kernels have `paging` and `shares` for it."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from pagecast_kernels.shares import head_owner
+
 
 @gluon.jit
 def view(pool, chunk, ROWS: gl.constexpr):
@@ -81,3 +83,18 @@ def combine(
     result = values / gl.convert_layout(total, gl.SliceLayout(1, VALUES))[:, None]
     place = out_ptr + head_row * DIM + out_row[:, None] * DIM + out_lane[None, :]
     gl.store(place, result.to(out_ptr.dtype.element_ty), mask=(out_row < GROUP)[:, None])
+
+
+@gluon.jit
+def arrive(
+    kv_head, place, first, own, tiles, programs, share, extra, out_ptr, counters_ptr, parts_ptr, stats_ptr, head_row,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, OWN: gl.constexpr, DIM: gl.constexpr, BY_HEAD: gl.constexpr,
+):  # fmt: skip
+    """This program's part of a sequence's head is left: the last of the head's programs to say so adds all of them up."""
+    gl.thread_barrier()
+    first_program = head_owner(kv_head, first, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
+    last_program = head_owner(kv_head, first + own - 1, tiles, programs, share, extra, NUM_KV_HEADS, BY_HEAD)
+    counter = counters_ptr + place * NUM_KV_HEADS + kv_head
+    if gl.atomic_add(counter, 1, sem="acq_rel") == last_program - first_program:
+        combine(parts_ptr, stats_ptr, out_ptr, first_program, last_program, head_row, GROUP, OWN, DIM)
+        gl.store(counter, 0)
