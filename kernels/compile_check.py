@@ -147,9 +147,9 @@ def hopper_variants() -> Iterator[Variant]:
         (16, 1, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         q, cache = torch.zeros((2, heads, dim), dtype=dtype), torch.zeros((4, kv_heads, size, dim), dtype=dtype)
-        for kind, count in (("few", 2), ("several", configs.FEW_PAIRS // kv_heads), ("many", configs.MANY_PAIRS)):
-            if (config := configs.decode_hopper(count, kv_heads, heads // kv_heads, dim, size, "cpu")) is None:
-                continue
+        counts = {"few": 2, "several": configs.FEW_PAIRS // kv_heads, "many": configs.MANY_PAIRS}
+        found = {kind: configs.decode_hopper(n, kv_heads, heads // kv_heads, dim, size, "cpu") for kind, n in counts.items()}
+        for config, kind in {config: kind for kind, config in reversed(found.items()) if config}.items():
             work, tiles = decode.decode_workspace(2, heads, kv_heads, dim, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
             args = (q, cache, cache, _ints(2), 0.1, tiles, work, q, config)
             yield f"paged_decode hopper {kind} h{dim} g{heads // kv_heads} page{size}", lambda args=args: decode_hopper.launch(*args)

@@ -3,8 +3,22 @@ Triton's kernels have `paging` and `shares` for it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from pagecast_kernels.shares import head_owner
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr):
+    """(full, empty): a barrier of either kind for each stage of what the fetching warp hands over, ready for use."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return full, empty
 
 
 @gluon.jit

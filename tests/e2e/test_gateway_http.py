@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,34 +252,35 @@ def test_a_dead_gateway_and_a_dead_front_end_come_back(served: Served) -> None:
     until(lambda: len(served.children()["frontend"]) == 2, "no front end came back")
 
 
-def test_a_gateway_of_its_own_reaches_any_cluster(served: Served) -> None:
-    words = ("--target", served.address, "--http-port", "0", "--log-format", "json", "--drain-announce-s", "0")
-    with subprocess.Popen([*PAGECAST, "gateway", *words], stderr=subprocess.PIPE, text=True) as gateway:
+@contextmanager
+def own_gateway(served: Served, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A gateway that is no process of the cluster, and its address. What it logs after that is left to be read from stderr."""
+    command = [*PAGECAST, "gateway", "--target", served.address, "--http-port", "0", "--log-format", "json", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
         try:
             assert gateway.stderr is not None
-            address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
-            reply: Any = httpx.post(address + "/v1/completions", json={"prompt": [5], "max_tokens": 3}, timeout=LIMIT_S).json()
-            assert reply["usage"]["completion_tokens"] == 3
+            yield gateway, next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
         finally:
-            gateway.send_signal(signal.SIGTERM)
+            gateway.kill()
+
+
+def test_a_gateway_of_its_own_reaches_any_cluster(served: Served) -> None:
+    with own_gateway(served, "--drain-announce-s", "0") as (gateway, address):
+        reply: Any = httpx.post(address + "/v1/completions", json={"prompt": [5], "max_tokens": 3}, timeout=LIMIT_S).json()
+        assert reply["usage"]["completion_tokens"] == 3
+        gateway.send_signal(signal.SIGTERM)
         assert gateway.wait(LIMIT_S) == 0
 
 
 def test_an_idle_gateway_announces_its_end_and_answers_meanwhile(served: Served) -> None:
-    words = ("--target", served.address, "--http-port", "0", "--log-format", "json", "--drain-announce-s", "3600")
-    with subprocess.Popen([*PAGECAST, "gateway", *words], stderr=subprocess.PIPE, text=True) as gateway:
-        try:
-            assert gateway.stderr is not None
-            address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
-            until(lambda: httpx.get(address + "/health", timeout=LIMIT_S).status_code == 200, "it is never healthy")
-            gateway.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(address + "/health", timeout=LIMIT_S).status_code == 503, "balancers are not told")
-            reply = httpx.post(address + "/v1/completions", json={"prompt": [5], "max_tokens": 3}, timeout=LIMIT_S)
-            assert (reply.status_code, reply.headers["connection"]) == (200, "close")
-            gateway.send_signal(signal.SIGTERM)  # a second one, which waits for nobody
-            assert gateway.wait(LIMIT_S) == 0
-        finally:
-            gateway.kill()
+    with own_gateway(served, "--drain-announce-s", "3600") as (gateway, address):
+        until(lambda: httpx.get(address + "/health", timeout=LIMIT_S).status_code == 200, "it is never healthy")
+        gateway.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(address + "/health", timeout=LIMIT_S).status_code == 503, "balancers are not told")
+        reply = httpx.post(address + "/v1/completions", json={"prompt": [5], "max_tokens": 3}, timeout=LIMIT_S)
+        assert (reply.status_code, reply.headers["connection"]) == (200, "close")
+        gateway.send_signal(signal.SIGTERM)  # a second one, which waits for nobody
+        assert gateway.wait(LIMIT_S) == 0
 
 
 def test_the_gateway_of_a_cluster_answers_while_its_front_ends_announce_their_end() -> None:
@@ -328,15 +330,12 @@ def test_a_gateway_takes_over_a_new_certificate_and_no_bad_one(tmp_path: Path, s
         with socket.create_connection(("127.0.0.1", port), LIMIT_S) as plain, encrypted(plain) as connection:
             return str(connection.getpeercert()["serialNumber"])
 
-    words = ("--target", served.address, "--http-port", "0", "--log-format", "json", "--tls-cert", cert, "--tls-key", key)
     lines: list[str] = []
-    with subprocess.Popen([*PAGECAST, "gateway", *words], stderr=subprocess.PIPE, text=True) as gateway:
+    with own_gateway(served, "--tls-cert", cert, "--tls-key", key) as (gateway, address):
+        port = int(address.rpartition(":")[2])
         reader = threading.Thread(target=lambda: lines.extend(gateway.stderr or ()), daemon=True)
+        reader.start()
         try:
-            assert gateway.stderr is not None
-            address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
-            port = int(address.rpartition(":")[2])
-            reader.start()
             first = shown(port)
             write(Path(cert), b"half of a certific")
             until(lambda: shown(port) == first and any("not taken over" in line for line in lines), "a bad certificate is not told")
@@ -350,8 +349,7 @@ def test_a_gateway_takes_over_a_new_certificate_and_no_bad_one(tmp_path: Path, s
             assert pagecast(*asked[:-2]).stdout == "NOT_SERVING\n"  # by an authority that nobody knows
         finally:
             gateway.kill()
-            if reader.ident is not None:
-                reader.join(LIMIT_S)
+            reader.join(LIMIT_S)
 
 
 def test_a_gateway_that_cannot_work_says_why(tmp_path: Path) -> None:
