@@ -12,6 +12,7 @@ from msgspec import Struct
 from pagecast_wire.intake import (
     Abort,
     EngineStatus,
+    Farewell,
     Finished,
     FrontendBatch,
     FrontendHello,
@@ -295,5 +296,7 @@ class CacheEvents(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 Question = CancelRequests | ListRequests | SetDrain | ResetPrefixCache | RestartWorkers | SetLogLevel | Audit | WatchCache | UnwatchCache
 Answer = CancelReport | RequestList | Done | WorkersEnded | LogLevelSet | AuditReport | NotNow
 
-FromFrontend = FrontendHello | Submit | Abort | StopAt | Pause | Ready | FrontendPing | Attach | Leave | Kept | EarlierLogprobs | Question
+Presence = FrontendHello | Ready | FrontendPing | Farewell
+
+FromFrontend = Presence | Submit | Abort | StopAt | Pause | Attach | Leave | Kept | EarlierLogprobs | Question
 ToFrontend = FrontendWelcome | FrontendRefused | FrontendBatch | EngineStatus | HelloWanted | Attached | CacheEvents | Answer

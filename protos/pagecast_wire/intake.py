@@ -194,6 +194,10 @@ class FrontendPing(Struct, frozen=True, forbid_unknown_fields=True, tag="fronten
     slot: int
 
 
+class Farewell(Struct, frozen=True, forbid_unknown_fields=True, tag="farewell"):
+    """The last message of a front end that ends on purpose. What it leaves open is dealt with as after its loss."""
+
+
 class HelloWanted(Struct, frozen=True, forbid_unknown_fields=True, tag="hello_wanted"):
     """The scheduler does not know the sender (it was restarted): say hello again. Sent to front ends and workers."""
 

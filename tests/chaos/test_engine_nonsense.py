@@ -12,7 +12,7 @@ from wire.message_strategies import instances, messages
 
 from pagecast_wire.codec import encode
 from pagecast_wire.control import Attach, Kept, RestartWorkers, SetDrain
-from pagecast_wire.intake import KEY_BITS, FrontendHello
+from pagecast_wire.intake import KEY_BITS, Farewell, FrontendHello
 from pagecast_wire.result import GroupJoin, WorkerHello
 
 ODD = st.sampled_from([0, 1, 3, 1 << 39, (1 << 40) - 1])
@@ -30,7 +30,7 @@ def as_own(message: Any, slot: int, odd: int) -> Any:
 
 
 def test_a_front_end_that_talks_nonsense(tmp_path: Path) -> None:
-    kinds = [kind for kind in messages("from_frontend") if kind not in (FrontendHello, SetDrain, RestartWorkers)]
+    kinds = [kind for kind in messages("from_frontend") if kind not in (FrontendHello, Farewell, SetDrain, RestartWorkers)]
     with engine_thread(tmp_path), rig_workers(tmp_path, 1):
         canary, mad = RigFrontend(tmp_path).wait_serving(), RigFrontend(tmp_path).wait_serving()
         key = canary.submit([1] * 20, 1500)

@@ -35,7 +35,7 @@ def test_serve_answers_and_ends_with_nothing_left(number: signal.Signals, tmp_pa
         assert served.end(number) == 0
     assert not any(psutil.pid_exists(process.pid) and process.is_running() for process in processes)
     assert not run_dir.exists()
-    assert not any("Traceback" in line for line in served.lines)
+    assert not any("Traceback" in line or "vanished" in line for line in served.lines)
 
 
 def test_the_processes_of_a_cluster_carry_only_what_they_need() -> None:

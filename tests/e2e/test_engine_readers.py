@@ -12,7 +12,7 @@ from e2e.engine_rig import RigFrontend, RigWorker, engine_thread, rig_workers
 
 from pagecast_scheduler.engine.loop import Engine
 from pagecast_wire.control import Attach, Attached, CancelReport, CancelRequests, Leave
-from pagecast_wire.intake import KEY_BITS, Abort, FrontendBatch, Identity, Pause, RejectReason, Submit
+from pagecast_wire.intake import KEY_BITS, Abort, Farewell, FrontendBatch, Identity, Pause, RejectReason, Submit
 from pagecast_wire.sampling import FinishReason
 
 PROMPT = list(range(1, 40))
@@ -64,6 +64,19 @@ class Reader(RigFrontend):
             if finished.key in self.attached:
                 self.finished.pop((finished.key, finished.sequence), None)
         super()._take_batch(batch)
+
+
+class Told:
+    """A log that notes level and event of every line."""
+
+    def __init__(self, lines: list[tuple[str, str]]) -> None:
+        self._lines = lines
+
+    def info(self, event: str, **facts: Any) -> None:
+        self._lines.append(("info", event))
+
+    def warning(self, event: str, **facts: Any) -> None:
+        self._lines.append(("warning", event))
 
 
 class Rig:
@@ -187,6 +200,36 @@ def test_the_id_of_a_request_that_ended_with_its_front_end_is_free(rig: Rig) -> 
     assert again not in rig.first.rejected
     rig.first.wait_finished(again)
     rig.first.expect(again)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_front_end_that_takes_its_leave_is_dropped_as_a_lost_one_but_without_an_alarm(
+    rig: Rig, says_so: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(rig.engine._frontends, "_log", Told(told))
+    stand_in = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    leaver = Reader(rig.run_dir, stand_in.pid).wait_serving()
+    rig.hold()
+    key, kept = leaver.submit(PROMPT, 300), leaver.begin("r", 300)
+    leaver.pump(lambda: {key, kept} <= set(leaver.accepted))
+    connected = rig.engine._frontends.num_connected
+    if says_so:
+        leaver.send(Farewell())
+        rig.first.pump(lambda: rig.engine._frontends.num_connected == connected - 1, "dropped, although its process lives")
+    stand_in.kill()
+    stand_in.wait()
+    rig.first.pump(lambda: rig.engine._frontends.num_connected == connected - 1, "dropped")
+    leaver.close()
+    assert [event for event in told if event[1] != "front end joined"] == [
+        ("info", "front end left") if says_so else ("warning", "front end vanished")
+    ]
+    other = rig.second.attach("r")
+    rig.second.wait_attached(other)
+    rig.release()
+    rig.second.wait_finished(other)
+    rig.second.expect(other)
+    rig.first.pump(lambda: (now := rig.first.status) is not None and now.num_blocks_referenced == now.num_running == 0)
 
 
 @pytest.mark.parametrize("rig", [{"resume_retention_s": 60}, {"resume_retention_s": 0}], indirect=True)

@@ -28,7 +28,7 @@ from pagecast_scheduler.frontend.principals import ANONYMOUS
 from pagecast_scheduler.frontend.resuming import unknown_yet
 from pagecast_scheduler.frontend.tokenizer import byte_alphabet
 from pagecast_wire.control import Attach
-from pagecast_wire.intake import Abort, Pause, ServingState, StopAt, Submit
+from pagecast_wire.intake import Abort, Farewell, Pause, ServingState, StopAt, Submit
 
 
 def spec(**fields: Any) -> pb.GenerationSpec:
@@ -385,6 +385,7 @@ async def test_sigterm_ends_the_process_cleanly_and_without_heavy_imports(run_di
     os.kill(process.pid, signal.SIGTERM)
     _, error = await asyncio.to_thread(process.communicate, timeout=60)
     assert process.returncode == 0 and "Traceback" not in error
+    await scheduler.next(Farewell)
     await scheduler.close()
 
 

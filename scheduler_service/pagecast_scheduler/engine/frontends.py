@@ -20,6 +20,7 @@ from pagecast_scheduler.engine.run_state import KnownFrontend
 from pagecast_wire.intake import (
     EngineLimits,
     EngineStatus,
+    Farewell,
     FrontendHello,
     FrontendPing,
     FrontendRefused,
@@ -41,7 +42,8 @@ MAX_SLOT = (1 << 24) - 1
 
 @dataclass
 class Frontend:
-    """One connected front end. expires: time at which it is given up, set once its process or link is known to be gone."""
+    """One connected front end. expires: time at which it is given up, set once its process or link is known to be gone. has_left: it
+    has said that it ends."""
 
     slot: int
     identity: bytes
@@ -52,6 +54,7 @@ class Frontend:
     is_resubmitting: bool
     expires: int | None = None
     is_welcomed: bool = False
+    has_left: bool = False
 
 
 class Frontends:
@@ -82,9 +85,13 @@ class Frontends:
             return None
         frontend = self._by_identity.get(identity)
         if frontend is None:
-            self._ask_for_hello(identity)
+            if not isinstance(message, Farewell):
+                self._ask_for_hello(identity)
             return None
         frontend.heard = now
+        if isinstance(message, Farewell):
+            frontend.has_left, frontend.expires = True, now
+            return None
         if isinstance(message, FrontendPing):
             return None
         if isinstance(message, Ready):
@@ -113,7 +120,7 @@ class Frontends:
             self.changed = True
             self._log.info("front end joined", slot=slot, pid=hello.pid, incarnation=hello.incarnation, returns=returns)
         self._by_identity.pop(frontend.identity, None)
-        frontend.identity, frontend.heard, frontend.expires = identity, now, None
+        frontend.identity, frontend.heard, frontend.expires, frontend.has_left = identity, now, None, False
         self._by_identity[identity] = frontend
         self._send_welcome(frontend)
 
@@ -171,14 +178,18 @@ class Frontends:
         for frontend in self._by_slot.values():
             if frontend.process.fd == fd:
                 frontend.process.close()
-                frontend.expires = now + GRACE
+                frontend.expires = now if frontend.has_left else now + GRACE
 
     def take_vanished(self, now: int) -> list[int]:
-        """Slots whose front ends are given up now; their requests are to be cancelled."""
+        """Slots whose front ends are given up now, lost or by their own word; their requests are to be cancelled."""
         self._asked.clear()
         late = [f for f in self._by_slot.values() if _is_gone(f, now)]
         for frontend in late:
-            self._log.warning("front end vanished", slot=frontend.slot, pid=frontend.process.pid, silent_us=now - frontend.heard)
+            facts = {"slot": frontend.slot, "pid": frontend.process.pid}
+            if frontend.has_left:
+                self._log.info("front end left", **facts)
+            else:
+                self._log.warning("front end vanished", **facts, silent_us=now - frontend.heard)
             frontend.process.close()
             del self._by_slot[frontend.slot]
             self._given_up.add(frontend.slot)

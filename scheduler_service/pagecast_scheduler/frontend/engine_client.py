@@ -43,6 +43,7 @@ from pagecast_wire.intake import (
     KEY_BITS,
     Abort,
     EngineStatus,
+    Farewell,
     FrontendBatch,
     FrontendHello,
     FrontendPing,
@@ -67,6 +68,8 @@ ANSWER_S = 10.0
 """The scheduler answers a question between two steps; after so long it counts as busy with something worse."""
 LOST_AFTER_S = 60.0
 """Open streams wait so long for a scheduler to come back."""
+FAREWELL_MS = 500
+"""How long the last words may take on their way to a scheduler that is there; one that is not gets none."""
 MAX_PARTS = 256
 """Messages to the scheduler that leave as one."""
 MAX_READS = 64
@@ -135,11 +138,13 @@ class EngineClient:
         self._tick()
 
     def close(self) -> None:
-        """Leaves the scheduler; it cancels what is still open."""
+        """Leaves the scheduler, and says so; it cancels what is still open."""
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(0)
+        self.send(Farewell())
+        self._flush()
+        self._socket.close(FAREWELL_MS)
         self._context.term()
 
     def open(self, stream: RequestStream, opening: Submit | Attach) -> None:
