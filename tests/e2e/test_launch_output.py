@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagecast.cli import serve
+from pagecast.cli import loading, serve
+from pagecast_scheduler.launch.events import Failed, Ready, Stopping
 from pagecast_scheduler.launch.output import Console, OutputPump, Stream
 
 
@@ -66,8 +67,34 @@ def test_the_pump_reads_to_the_end() -> None:
 def test_what_is_to_be_known_before_the_start_is_a_log_line_or_words(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(serve, "write_line", lines.append)
-    for as_json in (True, False):
-        serve.Screen("m", None, as_json=as_json).warn("too little")
-    told = json.loads(lines[0])
-    assert (told["process"], told["level"], told["event"]) == ("supervisor", "warning", "too little")
-    assert lines[1] == "pagecast serve: too little"
+    for log_format in ("auto", "json", "console"):
+        serve.Screen("m", None, log_format).warn("too little")
+    for told in map(json.loads, lines[:2]):
+        assert (told["process"], told["level"], told["event"]) == ("supervisor", "warning", "too little")
+    assert lines[2] == "pagecast serve: too little"
+
+
+def test_with_json_logs_every_line_of_either_stream_is_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(head: str | None, log_format: str) -> tuple[list[str], list[str]]:
+        errors: list[str] = []
+        monkeypatch.setattr(serve, "write_line", errors.append)
+        monkeypatch.setattr(loading, "write_line", errors.append)
+        screen = serve.Screen("m", head, log_format)
+        screen.on_output("worker-0", "a library's warning")
+        screen.on_output("worker-0", '{"event": "loaded"}')
+        screen.on_event(Ready(() if head else ("b:2", "a:1", "a:1")))
+        screen.on_event(Stopping(("frontend-0", "frontend-1")))
+        screen.on_event(Failed("worker-0", 3, "no memory"))
+        return capsys.readouterr().out.splitlines(), errors
+
+    for log_format in ("auto", "console"):
+        said, errors = told(None, log_format)
+        assert said == ["serving m on a:1, b:2", "stopping frontend-0, frontend-1"]
+        assert errors == ["a library's warning", '{"event": "loaded"}', "pagecast serve: worker-0 failed: no memory"]
+    said, errors = told(None, "json")
+    serving, stopping, output, loaded, failed = map(json.loads, [*said, *errors])
+    assert (serving["event"], serving["model"], serving["addresses"], serving["level"]) == ("serving", "m", ["a:1", "b:2"], "info")
+    assert (stopping["event"], stopping["names"]) == ("stopping", ["frontend-0", "frontend-1"])
+    assert (output["process"], output["name"], output["line"]) == ("worker", "worker-0", "a library's warning")
+    assert loaded == {"event": "loaded"} and (failed["event"], failed["name"], failed["why"]) == ("failed", "worker-0", "no memory")
+    assert json.loads(told("h:1", "json")[0][0])["head"] == "h:1"

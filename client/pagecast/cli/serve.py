@@ -5,6 +5,7 @@ import json
 import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from typing import Any
 
 from pagecast import cluster, models
 from pagecast.cli import options
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             launcher = cluster.launcher(chosen)
             keepers.enter_context(launcher.held())
             specs = launcher.placed(cluster.role_specs(chosen, str(run_dir.path)))
-            screen = Screen(str(chosen["served_model_name"]), chosen["head"], as_json=chosen["log_format"] != "console")
+            screen = Screen(str(chosen["served_model_name"]), chosen["head"], str(chosen["log_format"]))
             if note is not None:
                 screen.warn(options.flagged(note))
             supervisor = Supervisor(specs, run_dir, screen.on_event, screen.on_output)
@@ -58,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
 class Screen:
     """What the operator sees of the cluster. on_event is called from the supervising thread, on_output from another.
 
-    head: where the scheduler is, seen from a host that has nothing but ranks. as_json: what is said among log lines is one of them, as
-    the roles' are; why the cluster cannot go on is said in words all the same.
+    Standard error has the log, standard output where the cluster serves and that it ends. head: where the scheduler is, seen from a host
+    that has nothing but ranks. log_format: "console": words; "json": every line of either stream is JSON; "auto": only what is said among
+    the roles' log lines, which are JSON then. Standard output, and why the cluster cannot go on, are for whoever started it: in words.
     """
 
-    def __init__(self, model: str, head: str | None, *, as_json: bool = False) -> None:
-        self._model, self._head, self._as_json = model, head, as_json
+    def __init__(self, model: str, head: str | None, log_format: str) -> None:
+        self._model, self._head = model, head
+        self._as_json, self._all_json = log_format != "console", log_format == "json"
         self._last_words: dict[str, str] = {}
         self.bar = LoadingBar(self._loading)
 
@@ -72,6 +75,8 @@ class Screen:
         prefix = f"pagecast {name.split('-')[0]}: "
         if line.startswith(prefix):
             self._last_words[name] = line.removeprefix(prefix)
+        elif self._all_json and not line.startswith("{"):  # a library's, or a traceback's
+            self.bar.print(name, _json("output", "warning", process=name.split("-")[0], name=name, line=line))
         else:
             self.bar.print(name, line)
 
@@ -80,10 +85,12 @@ class Screen:
             self.bar.update(event.rank, event.phase, event.done, event.total)
         elif isinstance(event, Ready):
             self.bar.close()
-            where = f"on {', '.join(sorted(set(event.addresses)))}" if event.addresses else f"with the scheduler at {self._head}"
-            _say(f"serving {self._model} {where}")
+            addresses = sorted(set(event.addresses))
+            where = f"on {', '.join(addresses)}" if addresses else f"with the scheduler at {self._head}"
+            place: dict[str, Any] = {"addresses": addresses} if addresses else {"head": self._head}
+            self._say(f"serving {self._model} {where}", "serving", model=self._model, **place)
         elif isinstance(event, Stopping):
-            _say(f"stopping {', '.join(event.names)}")
+            self._say(f"stopping {', '.join(event.names)}", "stopping", names=event.names)
         elif isinstance(event, ChildHung):
             said = f"{event.name} hangs: no sign of life for {event.silent_s:.0f} s; it is killed"
             self._complain(said, "process hangs", name=event.name, silent_s=round(event.silent_s, 1))
@@ -95,7 +102,8 @@ class Screen:
             self.bar.close()
             words = self._last_words.pop(event.name, None)
             said = event.line or "it said nothing" if words is None else options.flagged(words)
-            write_line(f"pagecast serve: {event.name} failed: {said}")
+            text = f"pagecast serve: {event.name} failed: {said}"
+            write_line(_json("failed", "critical", name=event.name, why=said) if self._all_json else text)
 
     def warn(self, text: str) -> None:
         """Something to know before the cluster serves."""
@@ -104,17 +112,20 @@ class Screen:
     def _loading(self, rank: int, phase: str) -> None:
         self._write(f"rank {rank}: {phase}", "loading", "info", rank=rank, phase=phase)
 
-    def _complain(self, text: str, event: str, **facts: str | float) -> None:
+    def _complain(self, text: str, event: str, **facts: Any) -> None:
         self._write(f"pagecast serve: {text}", event, "error", **facts)
 
-    def _write(self, text: str, event: str, level: str, **facts: str | float) -> None:
+    def _write(self, text: str, event: str, level: str, **facts: Any) -> None:
         """For people or as a log line."""
-        if self._as_json:
-            now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-            text = json.dumps({"process": "supervisor", **facts, "event": event, "level": level, "timestamp": now})
-        write_line(text)
+        write_line(_json(event, level, **facts) if self._as_json else text)
+
+    def _say(self, text: str, event: str, **facts: Any) -> None:
+        """On standard output, in one piece: also where that is not buffered and another thread writes beside it."""
+        line = _json(event, "info", **facts) if self._all_json else text
+        print(f"{line}\n", end="", flush=True)
 
 
-def _say(text: str) -> None:
-    """In one piece, also where the output is not buffered and another thread writes beside it."""
-    print(f"{text}\n", end="", flush=True)
+def _json(event: str, level: str, **facts: Any) -> str:
+    """A log line like those of the roles."""
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return json.dumps({"process": "supervisor", **facts, "event": event, "level": level, "timestamp": now})
