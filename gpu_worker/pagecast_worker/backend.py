@@ -152,7 +152,8 @@ def invariant_operators(config: WorkerConfig, model: Decoder, device: torch.devi
 
 def is_quantized(model: Decoder) -> bool:
     """Whether a product's weight is anything but a tensor."""
-    return any(not isinstance(product.layer.weight, Tensor) for layer in model.layers for product in products_of(layer))
+    weights = [model.head.weight, *(product.layer.weight for layer in model.layers for product in products_of(layer))]
+    return not all(isinstance(weight, Tensor) for weight in weights)
 
 
 def products_over(quantized: Any) -> dict[str, Any]:

@@ -186,13 +186,14 @@ def _variant(arg: Any, parameter: Any) -> object:
 
 def _quantize(model: "Decoder", request: dict[str, Any]) -> torch.dtype:
     """Puts quantized weights and scales of the cache where the worker will have them. Returns the cache's type."""
-    from pagecast_worker.loading.products import empty_weight, kept_plain, products_of
+    from pagecast_worker.loading.products import empty_weight, kept_plain, products_to_fill
 
     scheme = None if request["scheme"] is None else msgspec.convert(request["scheme"], Scheme)
     if request["quantization"] is not None or scheme is not None:
-        kept = kept_plain(model.layers, request["quantization"])
-        for product in [product for layer in model.layers for product in products_of(layer) if id(product.layer) not in kept]:
-            product.layer.weight = empty_weight(product, request["quantization"], scheme)
+        method = request["quantization"]
+        kept = kept_plain(model.layers, method)
+        for product in [product for product in products_to_fill(model, method) if id(product.layer) not in kept]:
+            product.layer.weight = empty_weight(product, method, scheme)
     if request["kv_cache_dtype"] != "fp8":
         return model.dtype
     for layer in model.layers:

@@ -58,7 +58,7 @@ def _packed_experts(
             if ZEROS:
                 z = tl.load(zeros_ptr + own + (column // GROUP * padded_rows if GROUP else 0))
                 zero = tl.broadcast_to((z + offset).to(zero.dtype)[:, None], (R, 16))
-            w = columns_of(p, zero, part, PART, BITS, FP8, BF16, ASM)
+            w = columns_of(p, zero, part, PART, BITS, FP8, BF16, ASM, ZEROS)
             if GROUP:
                 acc += tl.dot(w, x) * tl.load(scales_ptr + own + column // GROUP * padded_rows)[:, None]
             else:

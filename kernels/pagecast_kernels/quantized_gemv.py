@@ -16,13 +16,13 @@ from torch import Tensor
 
 from pagecast_kernels import configs
 from pagecast_kernels.quantized_products import INTERPRETED, columns_of
-from pagecast_kernels.quantized_weights import PackedWeight
+from pagecast_kernels.quantized_weights import PackedWeight, tile_columns
 from pagecast_kernels.rotated import Heads, angles, arguments, place, rows_of
 
 
 class OneRowConfig(NamedTuple):
-    """rows: of the weight in a program, a power of two, of packed ones 16, 32 or 64; slices: of 128 columns a step; stages: of the load
-    pipeline; warps: of a program, of which four take tensor-core instructions together."""
+    """rows: of the weight in a program, a power of two, of packed ones 16, 32 or 64; slices: of 128 columns a step, of 64 where packed
+    values have 8 bits; stages: of the load pipeline; warps: of a program, of which four take tensor-core instructions together."""
 
     rows: int
     slices: int
@@ -43,7 +43,9 @@ class Launches(NamedTuple):
 
 
 PACKED = Launches(OneRowConfig(32, 8, 3, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 3, 4))
-"""Of packed_gemv, measured on an H200, 30 November 2026."""
+"""Of packed_gemv with 4 bits, measured on an H200, 30 November 2026."""
+BYTES = Launches(OneRowConfig(32, 8, 3, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 3, 4))
+"""Of packed_gemv with 8 bits: a step takes as many bytes."""
 SCALED = Launches(OneRowConfig(16, 8, 3, 4), OneRowConfig(16, 8, 4, 4), OneRowConfig(16, 8, 3, 4))
 """Of scaled_gemv, likewise."""
 
@@ -60,10 +62,10 @@ def _factor(x_ptr, K, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _slices(ptr, at, K, SLICES: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Slices of x or gamma from the at-th on, [COLUMNS, 128], of which SLICES are any."""
+def _slices(ptr, at, K, SLICES: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr = 128):
+    """Slices of x or gamma from the at-th on, [COLUMNS, WIDTH], of which SLICES are any."""
     slice = tl.arange(0, COLUMNS)
-    k = (at + slice)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    k = (at + slice)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     if EVEN and COLUMNS == SLICES:
         return tl.load(ptr + k)
     else:
@@ -71,9 +73,9 @@ def _slices(ptr, at, K, SLICES: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.co
 
 
 @triton.jit
-def _squares(x_ptr, at, K, SLICES: tl.constexpr, EVEN: tl.constexpr):
+def _squares(x_ptr, at, K, SLICES: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr = 128):
     """Squares of these slices, in the threads one after the other: the product wants x in every warp."""
-    k = at * 128 + tl.arange(0, SLICES * 128)
+    k = at * WIDTH + tl.arange(0, SLICES * WIDTH)
     if EVEN:
         x = tl.load(x_ptr + k).to(tl.float32)
     else:
@@ -112,13 +114,15 @@ def _packed_gemv(
     words_ptr, scales_ptr, zeros_ptr, x_ptr, gamma_ptr, bias_ptr, out_ptr, N, K, scale_stride, column_tiles, eps, heads,
     ROWS: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     # A tile of the weight: the first eight rows of each 16, 64 bytes each, then the others. Threads read 16 bytes of a row at a time.
     R: tl.constexpr = SLICES * ROWS
     COLUMNS: tl.constexpr = SLICES if SLICES > 8 else 8
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    WIDTH: tl.constexpr = 512 // BITS
+    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 and BITS == 4 else 1024.0
+    biased: tl.constexpr = dtype if BITS == 4 else tl.float16
     program = tl.program_id(0)
     slice, half, word = tl.arange(0, SLICES), tl.arange(0, 2), tl.arange(0, ROWS * 8)
     of_row = tl.arange(0, R)
@@ -135,12 +139,12 @@ def _packed_gemv(
     first = start + slice[:, None, None] * 1024 + half[None, :, None] * apart + word[None, None, :]
     factor = 1.0
     if NORM and dtype == tl.float16:
-        factor = _factor(x_ptr, K, eps, SLICES * 128)  # Without it x times gamma may not fit.
+        factor = _factor(x_ptr, K, eps, SLICES * WIDTH)  # Without it x times gamma may not fit.
     acc = tl.zeros([R, COLUMNS], tl.float32)
-    squares = tl.zeros([SLICES * 128], tl.float32)
-    zero = tl.full([R, 16], offset + 8.0, tl.float32).to(dtype)
+    squares = tl.zeros([SLICES * WIDTH], tl.float32)
+    zero = tl.full([R, 16], offset + (8.0 if BITS == 4 else 128.0), tl.float32).to(biased)
     if ZEROS and not GROUP:
-        zero = tl.broadcast_to((tl.load(zeros_ptr + row) + offset).to(dtype)[:, None], (R, 16))
+        zero = tl.broadcast_to((tl.load(zeros_ptr + row) + offset).to(biased)[:, None], (R, 16))
     for at in tl.range(0, column_tiles, SLICES, num_stages=STAGES):
         inside = at + slice < column_tiles
         if EVEN:
@@ -148,23 +152,25 @@ def _packed_gemv(
         else:
             p = tl.load(first + at * 1024, inside[:, None, None], 0, eviction_policy="evict_first")
         p = p.reshape(SLICES, 2, ROWS // 16, 8, 16).permute(0, 2, 1, 3, 4).reshape(R, 16)
-        x = _slices(x_ptr, at, K, SLICES, COLUMNS, EVEN)
+        x = _slices(x_ptr, at, K, SLICES, COLUMNS, EVEN, WIDTH)
         if NORM:
-            gamma = _slices(gamma_ptr, at, K, SLICES, COLUMNS, EVEN)
+            gamma = _slices(gamma_ptr, at, K, SLICES, COLUMNS, EVEN, WIDTH)
             if dtype == tl.float16:
                 x = (x.to(tl.float32) * factor * gamma.to(tl.float32)).to(dtype)
             else:
                 x *= gamma
-                squares += _squares(x_ptr, at, K, SLICES, EVEN)
+                squares += _squares(x_ptr, at, K, SLICES, EVEN, WIDTH)
         # Of sixteen columns each thread holds four that lie side by side in memory; x is put into that order.
-        x = x.reshape(COLUMNS, 8, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(COLUMNS, 128)
+        x = x.reshape(COLUMNS, WIDTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(COLUMNS, WIDTH)
         here = at + row_slice
-        if ZEROS and GROUP:
-            z = tl.load(zeros_ptr + here * scale_stride + row, here < column_tiles, 8.0)
-            zero = tl.broadcast_to((z + offset).to(dtype)[:, None], (R, 16))
-        w = columns_of(p, zero, 0, 128, 4, False, dtype == tl.bfloat16, ASM)
         if GROUP:
-            scale = tl.load(scales_ptr + here * scale_stride + row, here < column_tiles, 0.0)
+            group = here // (GROUP // WIDTH) * scale_stride + row
+        if ZEROS and GROUP:
+            z = tl.load(zeros_ptr + group, here < column_tiles, 8.0)
+            zero = tl.broadcast_to((z + offset).to(biased)[:, None], (R, 16))
+        w = columns_of(p, zero, 0, WIDTH, BITS, False, dtype == tl.bfloat16, ASM, ZEROS)
+        if GROUP:
+            scale = tl.load(scales_ptr + group, here < column_tiles, 0.0)
             acc += tl.dot(w, x.trans()) * scale[:, None]
         else:
             acc = tl.dot(w, x.trans(), acc)
@@ -185,30 +191,32 @@ def _packed_gemv(
 
 
 def knows_packed(weight: PackedWeight) -> bool:
-    """Whether packed_gemv can take this kind of weight: 4 bits, a scale for 128 columns or a whole row."""
-    return weight.kind == "int4" and weight.group in (0, 128)
+    """Whether packed_gemv can take this kind of weight: integers, with a scale for 128 columns or a whole row."""
+    return weight.kind in ("int4", "int8") and weight.group in (0, 128)
 
 
 def packed_gemv(
     x: Tensor, weight: PackedWeight, *, gamma: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, config: OneRowConfig | None = None, heads: Heads | None = None,
+    residual: Tensor | None = None, out: Tensor | None = None, config: OneRowConfig | None = None, heads: Heads | None = None,
 ) -> Tensor:  # fmt: skip
     """x [1, K], by RMSNorm with gamma [K] where there is one, times weight [N, K].T, plus bias [N] -> [1, N], or added to residual
     in place; SiLU·mul of it [1, N / 2] where the weight's rows are paired; with heads, of 128, rope_and_write_kv of it -> q [1, Hq, 128].
     See reference_quantized.packed_product."""
     if not knows_packed(weight):
-        raise ValueError(f"the weight must be int4 in groups of 128 or whole rows, got {weight.kind} in groups of {weight.group}")
-    config = PACKED.of(weight.rows if heads is None else 0, weight.columns) if config is None else config
+        raise ValueError(f"the weight must be int4 or int8 in groups of 128 or whole rows, got {weight.kind} in groups of {weight.group}")
+    table = PACKED if weight.kind == "int4" else BYTES
+    config = table.of(weight.rows if heads is None else 0, weight.columns) if config is None else config
     width = weight.rows // 2 if weight.paired else weight.rows
     tensors, shape = arguments(heads)
     results = (1, width) if shape is None else (1, shape[0], 2 * shape[3])
-    out = torch.empty(results, dtype=x.dtype, device=x.device) if residual is None else residual
+    if residual is not None or out is None:
+        out = torch.empty(results, dtype=x.dtype, device=x.device) if residual is None else residual
     column_tiles, depth = weight.words.shape[1], x.shape[1]
     _packed_gemv[(triton.cdiv(weight.rows, config.rows),)](
         weight.words, weight.scales, weight.zeros, x, gamma, bias, out, width, depth, weight.scales.stride(0), column_tiles, eps, tensors,
-        config.rows, config.slices, config.stages, depth % (128 * config.slices) == 0, weight.group,
+        config.rows, config.slices, config.stages, depth % (tile_columns(weight.kind) * config.slices) == 0, weight.group,
         weight.zeros is not None, gamma is not None, weight.paired, residual is not None, bias is not None, not INTERPRETED, shape,
-        num_warps=config.warps,
+        4 if weight.kind == "int4" else 8, num_warps=config.warps,
     )  # fmt: skip
     return out
 

@@ -59,6 +59,17 @@ def _bytes(fp8: bool, bf16: bool) -> str:
     return "\n".join([*lines, "}"])
 
 
+def _signed() -> str:
+    """Byte j of two neighbouring words, biased by 128, as two bfloat16: its lower seven bits with 128, less 128 or 256 by its highest."""
+    lines = ["{", ".reg .b32 t, low, less;"]
+    for j in range(4):
+        lines += [
+            f"prmt.b32 t, $4, $5, 0x0{4 + j}0{j};", "lop3.b32 low, t, 0x007f007f, 0x43004300, 0xea;",
+            "lop3.b32 less, t, 0x00800080, 0x43804380, 0x6a;", f"sub.rn.bf16x2 ${j}, low, less;",
+        ]  # fmt: skip
+    return "\n".join([*lines, "}"])
+
+
 def _nibbles_before_hopper() -> str:
     """The same where bfloat16 cannot be subtracted: t · 1 + -bias, rounded once like t - bias."""
     constants = ".reg .b32 one, less;\nmov.b32 one, 0x3f803f80;\nxor.b32 less, $10, 0x80008000;\n"
@@ -69,6 +80,7 @@ def _nibbles_before_hopper() -> str:
 _ASM_4_BF16, _ASM_4_F16 = tl.constexpr(_nibbles()), tl.constexpr(_halves())
 _ASM_4_BF16_BEFORE_HOPPER = tl.constexpr(_nibbles_before_hopper())
 _ASM_INT8_BF16, _ASM_INT8_F16 = tl.constexpr(_bytes(False, True)), tl.constexpr(_bytes(False, False))
+_ASM_SIGNED_BF16 = tl.constexpr(_signed())
 _ASM_FP8_BF16, _ASM_FP8_F16 = tl.constexpr(_bytes(True, True)), tl.constexpr(_bytes(True, False))
 
 
@@ -133,8 +145,8 @@ def _nibble_columns(p, zero, BF16: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _byte_columns(p, zero, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr):
-    """Four times [R, 16]: byte j of each word, less its zero."""
+def _byte_columns(p, zero, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr, ZEROS: tl.constexpr):
+    """Four times [R, 16]: byte j of each word, less its zero; not ZEROS: which is 128, unless they are e4m3."""
     if not ASM:
         dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
         b0, b1, b2, b3 = p & 255, p >> 8 & 255, p >> 16 & 255, p >> 24 & 255
@@ -151,6 +163,8 @@ def _byte_columns(p, zero, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.conste
             return tl.inline_asm_elementwise(_ASM_FP8_BF16, "=r,=r,=r,=r,r,r,r", [p, zero], (tl.bfloat16,) * 4, is_pure=True, pack=2)
         else:
             return tl.inline_asm_elementwise(_ASM_FP8_F16, "=r,=r,=r,=r,r,r,r", [p, zero], (tl.float16,) * 4, is_pure=True, pack=2)
+    elif BF16 and not ZEROS and cuda_capability_geq(9, 0):
+        return tl.inline_asm_elementwise(_ASM_SIGNED_BF16, "=r,=r,=r,=r,r,r", [p], (tl.bfloat16,) * 4, is_pure=True, pack=2)
     elif BF16:
         return tl.inline_asm_elementwise(_ASM_INT8_BF16, "=r,=r,=r,=r,r,r,r", [p, zero], (tl.bfloat16,) * 4, is_pure=True, pack=2)
     else:
@@ -171,9 +185,11 @@ def in_rows(p, TILES: tl.constexpr):
 
 @triton.jit
 def columns_of(
-    p, zero, part: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr
-):
-    """[R, PART] in 16 bits: the part-th PART columns of a tile of words [R, 16], less their zeros."""
+    p, zero, part: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, FP8: tl.constexpr, BF16: tl.constexpr, ASM: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """[R, PART] in 16 bits: the part-th PART columns of a tile of words [R, 16], less their zeros; ZEROS: those of a kind's own are not
+    looked at."""
     if BITS == 4:
         w0, w1, w2, w3, w4, w5, w6, w7 = _nibble_columns(p, zero, BF16, ASM)
         if PART == 128:
@@ -185,7 +201,7 @@ def columns_of(
         else:
             w = _beside(w4, w5) if part == 2 else _beside(w6, w7)
     else:
-        w0, w1, w2, w3 = _byte_columns(p, zero, FP8, BF16, ASM)
+        w0, w1, w2, w3 = _byte_columns(p, zero, FP8, BF16, ASM, ZEROS)
         if PART == 64:
             w = _beside(_beside(w0, w1), _beside(w2, w3))
         else:
@@ -275,7 +291,7 @@ def _packed_product(
             if ZEROS:
                 z = tl.load(zeros_ptr + column // GROUP * scale_stride + row) if GROUP else tl.load(zeros_ptr + row)
                 zero = tl.broadcast_to((z + offset).to(zero.dtype)[:, None], (R, 16))
-            w = columns_of(p, zero, part, PART, BITS, FP8, BF16, ASM)
+            w = columns_of(p, zero, part, PART, BITS, FP8, BF16, ASM, ZEROS)
             if GROUP:
                 scale = tl.load(scales_ptr + column // GROUP * scale_stride + row)
                 acc += tl.dot(w, x) * scale[:, None]
@@ -284,6 +300,26 @@ def _packed_product(
     if not GROUP:
         acc *= tl.load(scales_ptr + row)[:, None]
     finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS, GATED)
+
+
+WIDE = (ProductConfig(16, 2, 1, 5), ProductConfig(32, 2, 1, 3), ProductConfig(64, 2, 1, 3), ProductConfig(128, 2, 1, 3, 8),
+        ProductConfig(256, 1, 1, 3))  # fmt: skip
+"""Launches by rows of x for what `is_wide`: up to 256 rows meet words that are read and turned into 16 bits once."""
+
+
+WIDE_TILES = 256
+"""Tiles of 64 rows from which on."""
+
+
+def is_wide(weight: PackedWeight) -> bool:
+    """Whether a weight is like an output head's: many rows of 8 bits, with one scale each."""
+    return weight.kind == "int8" and not weight.group and weight.words.shape[0] >= WIDE_TILES
+
+
+def wide_config(rows: int, row_tiles: int) -> ProductConfig:
+    """Launch of packed_product for what `is_wide`."""
+    config = next((config for config in WIDE if config.rows >= rows), WIDE[-1])
+    return config if row_tiles % config.tiles == 0 else config._replace(tiles=1, warps=4)
 
 
 def packed_config(rows: int, row_tiles: int, column_tiles: int) -> ProductConfig:
@@ -326,7 +362,8 @@ def packed_product(
     if not rows:
         return out
     row_tiles, column_tiles, _ = weight.words.shape
-    config = packed_config(rows, row_tiles, column_tiles) if config is None else config
+    if config is None:
+        config = wide_config(rows, row_tiles) if is_wide(weight) else packed_config(rows, row_tiles, column_tiles)
     if row_tiles % config.tiles:
         raise ValueError(f"tiles must divide {row_tiles}, got {config.tiles}")
     grid = (row_tiles // config.tiles, triton.cdiv(rows, config.rows), config.splits)

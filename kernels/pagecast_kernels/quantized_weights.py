@@ -6,7 +6,8 @@ columns of 64 rows. The 1,024 words of a tile lie as the threads of a warp group
 reads 16 bytes at a time and nothing moves between threads.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -165,6 +166,20 @@ def unpack(weight: PackedWeight) -> Tensor:
     shifts = torch.arange(width // 16, device=words.device, dtype=torch.int32).view(1, 1, -1, 1) * bits
     values = (words >> shifts) & ((1 << bits) - 1)
     return values.reshape(row_tiles * TILE_ROWS, -1)[: weight.rows, : weight.columns].to(torch.uint8)
+
+
+def in_parts(weight: PackedWeight, most: int) -> Iterator[PackedWeight]:
+    """The weight's rows in as few parts of whole tiles, about equal, as have at most this many values (or one tile); paired ones are one
+    part."""
+    row_tiles = weight.words.shape[0]
+    parts = 1 if weight.paired else min(-(-weight.rows * weight.columns // most), row_tiles)
+    tiles = -(-row_tiles // parts)
+    for first in range(0, row_tiles, tiles):
+        rows = slice(first * TILE_ROWS, (first + tiles) * TILE_ROWS)
+        yield replace(
+            weight, rows=min(rows.stop, weight.rows) - rows.start, words=weight.words[first : first + tiles], scales=weight.scales[:, rows],
+            zeros=None if weight.zeros is None else weight.zeros[:, rows],
+        )  # fmt: skip
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

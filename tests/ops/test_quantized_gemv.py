@@ -20,37 +20,44 @@ def near(got: Tensor, want: Tensor, bound: float = 2e-3) -> bool:
     return bool(torch.linalg.norm(got.double() - want) / torch.linalg.norm(want) < bound)
 
 
-def packed(rows: int, columns: int, group: int, zeros: bool, paired: bool = False) -> weights.PackedWeight:
+def packed(rows: int, columns: int, group: int, zeros: bool, paired: bool = False, kind: weights.Kind = "int4") -> weights.PackedWeight:
     """Every place its own random value, scale and zero."""
-    generator = torch.Generator().manual_seed(rows)
-    values = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
+    generator, top = torch.Generator().manual_seed(rows), 16 if kind == "int4" else 256
+    values = torch.randint(0, top, (rows, columns), generator=generator).to(torch.uint8)
     groups = -(-columns // group) if group else 1
     scales = torch.rand(rows, groups, generator=generator) * 0.01 + 0.001
-    return weights.pack("int4", values, scales, torch.randint(0, 17, (rows, groups), generator=generator) if zeros else None, group, paired)
+    return weights.pack(kind, values, scales, torch.randint(0, top + 1, (rows, groups), generator=generator) if zeros else None, group, paired)
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "group", "zeros", "config"),
+    ("kind", "rows", "columns", "group", "zeros", "config"),
     [
-        (128, 512, 128, False, OneRowConfig(16, 4, 2, 4)), (100, 640, 128, True, OneRowConfig(32, 2, 1, 4)),
-        (70, 200, 0, True, OneRowConfig(16, 8, 1, 4)), (64, 384, 256, False, OneRowConfig(64, 2, 2, 4)),
+        ("int4", 128, 512, 128, False, OneRowConfig(16, 4, 2, 4)), ("int4", 100, 640, 128, True, OneRowConfig(32, 2, 1, 4)),
+        ("int4", 70, 200, 0, True, OneRowConfig(16, 8, 1, 4)), ("int4", 64, 384, 256, False, OneRowConfig(64, 2, 2, 4)),
+        ("int8", 200, 512, 0, False, OneRowConfig(32, 8, 2, 4)), ("int8", 100, 640, 128, True, OneRowConfig(16, 4, 1, 4)),
+        ("int8", 70, 200, 0, True, OneRowConfig(64, 2, 2, 8)), ("int8", 64, 328, 0, False, OneRowConfig(16, 16, 1, 4)),
     ],
 )  # fmt: skip
-def test_packed_gemv_equals_float64(rows: int, columns: int, group: int, zeros: bool, config: OneRowConfig) -> None:
-    weight = packed(rows, columns, group, zeros)
+def test_packed_gemv_equals_float64(
+    kind: weights.Kind, rows: int, columns: int, group: int, zeros: bool, config: OneRowConfig
+) -> None:
+    weight = packed(rows, columns, group, zeros, kind=kind)
     exact = weights.dequantized(weight, torch.float64)
     x, gamma, bias, residual = random(1, columns), random(1, columns)[0], random(rows), random(1, rows)
     assert near(packed_gemv(x, weight, bias=bias, config=config), x.double() @ exact.T + bias.double())
     want = reference.norm_linear(x.double(), gamma.double(), EPS, exact)
     assert near(packed_gemv(x, weight, gamma=gamma, eps=EPS, config=config), want)
+    out = torch.full((1, rows), float("nan"), dtype=x.dtype)
+    assert packed_gemv(x, weight, out=out, config=config) is out
+    assert near(out, x.double() @ exact.T)
     want = residual.double() + x.double() @ exact.T
     assert packed_gemv(x, weight, residual=residual, config=config) is residual
     assert near(residual, want)
 
 
-@pytest.mark.parametrize(("rows", "zeros"), [(128, False), (48, True)])
-def test_gates_and_ups_of_packed_rows_meet(rows: int, zeros: bool) -> None:
-    weight = packed(rows, 256, 128, zeros, paired=True)
+@pytest.mark.parametrize(("kind", "rows", "zeros"), [("int4", 128, False), ("int4", 48, True), ("int8", 96, False)])
+def test_gates_and_ups_of_packed_rows_meet(kind: weights.Kind, rows: int, zeros: bool) -> None:
+    weight = packed(rows, 256, 128, zeros, paired=True, kind=kind)
     x, gamma = random(1, 256), random(1, 256)[0]
     want = reference.norm_linear_silu_mul(x.double(), gamma.double(), EPS, weights.dequantized(weight, torch.float64))
     for config in (OneRowConfig(16, 2, 2, 4), OneRowConfig(32, 1, 1, 4)):

@@ -47,6 +47,26 @@ def test_packed_product_equals_float64(kind: weights.Kind, rows: int, columns: i
     assert torch.equal(restored, weights.dequantized(weight, torch.float32))
 
 
+def test_launches_of_an_output_head_equal_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their own table, of even and odd numbers of tiles; and the weight in parts, which together are the whole."""
+    monkeypatch.setattr(products, "WIDE_TILES", 4)
+    for rows in (4 * 64, 5 * 64 - 9):
+        weight = made("int8", rows, 96, 0, False, rows)
+        assert products.is_wide(weight) and not products.is_wide(made("int8", 64, 96, 0, False, 1))
+        exact = weights.dequantized(weight, torch.float64)
+        for count in (3, 200):
+            x = torch.randn(count, 96, generator=torch.Generator().manual_seed(count)).half()
+            got = products.packed_product(x, weight).double()
+            want = x.double() @ exact.T
+            assert torch.linalg.norm(got - want) / torch.linalg.norm(want) < 2e-3
+        parts = list(weights.in_parts(weight, 130 * 96))
+        assert len(parts) == (2 if rows == 256 else 3) and max(part.rows for part in parts) <= 130
+        restored = [products.unpack_weight(part, torch.full((part.rows, 96), float("nan"))) for part in parts]
+        assert torch.equal(torch.cat(restored), weights.dequantized(weight, torch.float32))
+    paired = made("int4", 192, 256, 128, True, 5, paired=True)
+    assert [part.rows for part in weights.in_parts(paired, 64)] == [192]
+
+
 @pytest.mark.parametrize(("rows", "splits"), [(128, 1), (96, 2), (48, 1)])
 def test_gated_product_equals_float64(rows: int, splits: int) -> None:
     weight = made("int4", rows, 256, 128, True, rows, paired=True)

@@ -120,12 +120,28 @@ def test_weights_rounded_while_they_load(method, tmp_path):
         for name, parameter in model.named_parameters():
             if "_proj.weight" in name:
                 parameter.copy_(stored.rounded(parameter, method, 128, name).dense(torch.float32))
+            elif "lm_head" in name and method == "int4":
+                parameter.copy_(stored.rounded(parameter, "int8", 0, name).dense(torch.float32))
         want = model(torch.tensor([PROMPT]), use_cache=False).logits[0]
     got = Forward(executor).chunk(PROMPT)
     if method == "int4":
         torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
     else:  # activations are rounded too
         assert 0.001 < float((got - want).norm() / want.norm()) < 0.5
+
+
+def test_an_output_head_is_rounded_to_int8_by_row_beside_layers_of_int4(tmp_path):
+    folder, model = write_family("LlamaForCausalLM", tmp_path / "own", **SIZES)
+    weight = model.lm_head.weight.detach()
+    error = lambda head: (head - weight).abs() / weight.abs().amax(1, keepdim=True)
+    head = executor_for(folder, quantization="int4").model.head.weight
+    assert 0.0 < float(error(head).max()) <= 1.01 / 255  # half a step of a row's, or a whole one of its largest value
+    assert torch.equal(executor_for(folder, quantization="fp8").model.head.weight, weight)
+    halves = [load_rank(folder, rank, 2, quantization="int4") for rank in range(2)]
+    assert torch.equal(torch.cat([half.head.weight for half in halves]), head)
+    tied, model = write_family("LlamaForCausalLM", tmp_path / "tied", tie_word_embeddings=True, **SIZES)
+    alone = executor_for(tied, quantization="int4").model
+    assert alone.head.weight is alone.embedding.weight and torch.equal(alone.head.weight, model.lm_head.weight)
 
 
 def test_quantizing_twice_is_refused(tmp_path):

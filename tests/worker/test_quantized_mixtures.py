@@ -150,6 +150,8 @@ def test_experts_and_latent_projections_rounded_while_they_load(method, family, 
     assert apart(got, want) > 0.001
     meant = lambda weight: stored.rounded(weight, method, products.ONLINE_GROUP, "").dense(torch.float32)
     by_hand = rounded_by_hand(plain, lambda weight: eight_bits(meant(weight)) if method == "fp8" else meant(weight), last)
+    if method == "int4":
+        plain.model.head.weight = stored.rounded(plain.model.head.weight, "int8", 0, "").dense(torch.float32)
     torch.testing.assert_close(got, Forward(by_hand).chunk(PROMPT), rtol=0, atol=1e-4)
 
 
@@ -166,7 +168,8 @@ CASES = [
     ("Qwen3MoeForCausalLM", QWEN | {"num_hidden_layers": 1}, {"quantization": "int4"}, (PackedExperts, Packed)),
     ("Qwen3MoeForCausalLM", QWEN, {"quantization": "fp8"}, (ScaledExperts, Scaled, torch.Tensor)),
     ("DeepseekV3ForCausalLM", DEEPSEEK | ONE_LAYER, {"quantization": "int4"}, (PackedExperts, Packed)),
-    ("Qwen2ForCausalLM", {"num_hidden_layers": 1}, {"quantization": "int4"}, (Packed,)),  # one row has kernels of its own there
+    # One row has kernels of its own here, in layers and in the head.
+    ("Qwen2ForCausalLM", {"num_hidden_layers": 1, "tie_word_embeddings": False}, {"quantization": "int4"}, (Packed,)),
 ]
 
 
@@ -183,6 +186,7 @@ def test_kernels_compute_what_the_cpu_computes(family, changes, options, kinds, 
         monkeypatch.setattr(quantized_rows, name, getattr(reference_quantized, name))  # the interpreter rounds to e4m3 wrongly
     executor = SimpleNamespace(config=config, model=model, cache=cache, ops=cuda_operators(config, model, cpu))
     assert {type(product.layer.weight) for product in all_products(executor)} == set(kinds)
+    assert isinstance(executor.model.head.weight, Packed if options["quantization"] == "int4" else torch.Tensor)
     assert executor.ops.one_row == (kinds == (Packed,))
     one, other = Forward(executor), Forward(want)
     for ids in (PROMPT[:5], [9]):  # both choose the same experts for these: none is chosen by a hair's breadth

@@ -6,6 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagecast_worker.layers.quantized import Weight
 from pagecast_worker.parallel import Ranks
 
 
@@ -26,7 +27,7 @@ class Embedding:
 class Head:
     """weight[V / size, H]; the embedding's own tensor where the two are tied. The last rank may hold fewer rows than the others."""
 
-    weight: Tensor
+    weight: Weight
     vocab_size: int
     ranks: Ranks
 

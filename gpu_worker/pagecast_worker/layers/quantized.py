@@ -10,11 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagecast_kernels.quantized_weights import PackedExperts, PackedWeight, ScaledExperts
+from pagecast_kernels.quantized_weights import PackedExperts, PackedWeight, ScaledExperts, in_parts
 from pagecast_kernels.routing import Routing
 
 DENSE_FROM = 257
 """Rows from which on a packed weight is de-quantized for one product by the library: the launch table's last row is before it."""
+WIDE_DENSE_FROM = 1025
+"""The same for an output head, whose own launches take 256 rows at a time."""
+MOST_DENSE = 1 << 27
+"""Values of a weight that are de-quantized at a time where it is not paired: an output head may have four times as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +155,11 @@ class GpuQuantized:
         self._workspace = quantized_products.split_workspace(device)
 
     def linear(self, x: Tensor | Rows, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """See reference.linear. out: for weights that are tensors alone."""
-        assert out is None or isinstance(weight, Tensor)
+        """See reference.linear. out: not for weights that meet activations of 8 bits."""
+        assert out is None or not isinstance(weight, Scaled)
         if isinstance(weight, Packed):
             assert isinstance(x, Tensor)
-            return self._packed(x, weight, bias)
+            return self._packed(x, weight, bias, out=out)
         if isinstance(weight, Scaled):
             rows = x if isinstance(x, Rows) else Rows(*self._rows.quantize_rows(x, weight.values.dtype))
             return self._scaled.scaled_product(
@@ -163,15 +167,30 @@ class GpuQuantized:
             )
         return self._plain.linear(x, weight, bias, out)  # type: ignore[no-any-return]
 
-    def _packed(self, x: Tensor, weight: Packed, bias: Tensor | None, gated: bool = False) -> Tensor:
+    def _packed(self, x: Tensor, weight: Packed, bias: Tensor | None, gated: bool = False, out: Tensor | None = None) -> Tensor:
         packed = weight.weight
         if weight.order is not None:
             x = x.index_select(1, weight.order)
-        if x.shape[0] < DENSE_FROM:
-            return self._products.packed_product(x, packed, bias, gated=gated, workspace=self._workspace)
-        dense = torch.empty((packed.rows, packed.columns), dtype=x.dtype, device=x.device)
-        y = F.linear(x, self._products.unpack_weight(packed, dense), bias)
+        if x.shape[0] == 1 and self._one_row.knows_packed(packed):
+            return self._one_row.packed_gemv(x, packed, bias=bias, out=out)
+        if x.shape[0] < (WIDE_DENSE_FROM if self._products.is_wide(packed) else DENSE_FROM):
+            return self._products.packed_product(x, packed, bias, gated=gated, workspace=self._workspace, out=out)
+        y = self._by_library(x, packed, bias, out)
         return self._plain.silu_mul(y) if gated else y  # type: ignore[no-any-return]
+
+    def _by_library(self, x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """The weight de-quantized, in parts of its rows where it is large."""
+        first, parts = 0, list(in_parts(weight, MOST_DENSE))
+        out = torch.empty((x.shape[0], weight.rows), dtype=x.dtype, device=x.device) if out is None else out
+        scratch = torch.empty((parts[0].rows, weight.columns), dtype=x.dtype, device=x.device)
+        for part in parts:
+            dense, place = self._products.unpack_weight(part, scratch[: part.rows]).t(), slice(first, first + part.rows)
+            if bias is None:
+                torch.mm(x, dense, out=out[:, place])
+            else:
+                torch.addmm(bias[place], x, dense, out=out[:, place])
+            first += part.rows
+        return out
 
     def linear_silu_mul(self, x: Tensor | Rows, weight: Weight) -> Tensor:
         """See reference.linear_silu_mul."""

@@ -15,7 +15,7 @@ from pagecast_worker.executor import LoadError, ReportProgress
 from pagecast_worker.loading import streaming
 from pagecast_worker.loading.checkpoint import Checkpoint, check_names
 from pagecast_worker.loading.gguf import GgufCheckpoint
-from pagecast_worker.loading.products import Quantizer, kept_plain, products_of
+from pagecast_worker.loading.products import Quantizer, kept_plain, products_to_fill, rounds_head
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.loading.safetensors import SafetensorsCheckpoint
 from pagecast_worker.loading.stored import KV_SCALES, Stored, wanted_names
@@ -78,7 +78,10 @@ def load_model(
     quantizer = None
     if config.quantization is not None or checkpoint.scheme is not None:
         quantizer = Quantizer(config.quantization, checkpoint.scheme, device, dtype)
-    model = Decoder(checkpoint.config, family.names, ranks, device, dtype, longest, quantized=quantizer is not None)
+    model = Decoder(
+        checkpoint.config, family.names, ranks, device, dtype, longest, quantized=quantizer is not None,
+        quantized_head=rounds_head(config.quantization),
+    )  # fmt: skip
     if quantizer is not None:
         quantizer.kept = kept_plain(model.layers, config.quantization)
     sources = list(model.sources())
@@ -89,7 +92,7 @@ def load_model(
         past = (f"{family.names['layer']}".format(i=checkpoint.config.num_layers),) if family.extra_layers else ()
         wanted = wanted_names(checkpoint.scheme, names, [source.name for source in sources])
         check_names(checkpoint, wanted, (*LEFT_OVER, *KV_SCALES), (*past, *family.ignored))
-    products = {id(p.layer.weight): p for layer in model.layers for p in products_of(layer)} if quantizer is not None else {}
+    products = {id(p.layer.weight): p for p in products_to_fill(model, config.quantization)} if quantizer is not None else {}
     total = sum(source.held() for source in sources) * dtype.itemsize
     done = 0
 

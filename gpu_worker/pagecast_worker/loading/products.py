@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pagecast_kernels import quantized_weights
 from pagecast_kernels.quantized_weights import BIAS, Kind, PackedExperts, PackedWeight, ScaledExperts, tile_columns
+from pagecast_worker.layers.embedding import Head
 from pagecast_worker.layers.experts import Experts, Grouped
 from pagecast_worker.layers.feed_forward import FeedForward
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
@@ -19,6 +20,7 @@ from pagecast_worker.layers.quantized import ExpertsWeight, Packed, Rounded, Sca
 from pagecast_worker.loading import stored
 from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.loading.stored import Stored
+from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.models.weights import Source
 
 METHODS = ("int4", "fp8")
@@ -29,9 +31,9 @@ _EIGHT = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """A layer's product. gated: its rows are gates and ups whose SiLU·mul is all that is made of them."""
+    """A layer's product, or the output head's. gated: its rows are gates and ups whose SiLU·mul is all that is made of them."""
 
-    layer: ColumnParallel | RowParallel | Grouped
+    layer: ColumnParallel | RowParallel | Grouped | Head
     gated: bool
 
 
@@ -59,6 +61,19 @@ def kept_plain(layers: list[Any], method: str | None) -> set[int]:
     Its errors go straight into the logits; in the model of docs/quantization.md it alone costs half of what all products do.
     """
     return {id(product.layer) for product in products_of(layers[-1].feed_forward)} if method == "fp8" else set()
+
+
+def rounds_head(method: str | None) -> bool:
+    """Whether an output head is rounded where layers are, to int8 by row; unless it is the embedding's tensor, which is looked up."""
+    return method == "int4"
+
+
+def products_to_fill(model: Decoder, method: str | None) -> Iterator[Product]:
+    """Every product of a model whose weight is allocated without memory."""
+    for layer in model.layers:
+        yield from products_of(layer)
+    if rounds_head(method) and not model.config.tie_word_embeddings:
+        yield Product(model.head, False)
 
 
 def for_kernels(device: torch.device) -> bool:
@@ -100,7 +115,7 @@ class Quantizer:
         parts.append(part)
         if sum((p.values if isinstance(p, Stored) else p).shape[0] for p in parts) < shape[-2]:
             return
-        method = None if id(product.layer) in self.kept else self.method
+        method = None if id(product.layer) in self.kept else "int8" if isinstance(product.layer, Head) else self.method
         whole = self._whole(self._parts.pop(key), method, source.name.removesuffix(".weight"))
         if not isinstance(product.layer, Grouped):
             product.layer.weight = whole if isinstance(whole, Tensor) else self._made(whole, product.gated)
@@ -168,13 +183,15 @@ def _packed(whole: Stored, gated: bool) -> PackedWeight:
 def empty_weight(product: Product, method: str | None, scheme: Scheme | None) -> Weight | ExpertsWeight:
     """What stands for a product's weight where kernels are compiled ahead: of the likely form, without memory."""
     *experts, rows, columns = product.layer.weight.shape
+    head = isinstance(product.layer, Head)
     made = lambda *shape, dtype=torch.float32: torch.empty((*experts, *shape), device="meta", dtype=dtype)
     activations = scheme.activations if scheme is not None else ("fp8" if method == "fp8" else "")
     if activations:
         values, row_scales = made(rows, columns, dtype=_EIGHT[activations]), made(rows)
         return ScaledExperts(values, row_scales) if experts else Scaled(values, row_scales)
-    group = ONLINE_GROUP if scheme is None else min(scheme.group, 128)
-    kind: Kind = "fp8" if scheme is not None and scheme.form == "fp8" else "int8" if scheme is not None and scheme.bits == 8 else "int4"
+    group = 0 if head else ONLINE_GROUP if scheme is None else min(scheme.group, 128)
+    eight = head or (scheme is not None and scheme.bits == 8)
+    kind: Kind = "fp8" if scheme is not None and scheme.form == "fp8" else "int8" if eight else "int4"
     padded = -(-columns // 128) * 128
     height = -(-rows // 64)
     scales = made(padded // group if group else 1, height * 64)

@@ -21,6 +21,7 @@ _SPLIT = float((1 << 20) + 1)
 """value · this - (value · this - value) is value rounded to 4 digits, as e4m3 has them (Dekker 1971)."""
 _ELEMENTS_AT_ONCE = (1 << 16, 1 << 24)
 """Whose errors are looked at together: what a CPU's cache holds, and what keeps a GPU busy."""
+_ROWS_AT_ONCE = 1 << 14
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
@@ -248,7 +249,10 @@ def _bytes(take: _Tensors, scheme: Scheme, rows: int, columns: int) -> Stored:
 
 
 def rounded(weight: Tensor, method: str, group: int, name: str) -> Stored:
-    """A plain weight [N, K] quantized here: "int4" by groups, or "fp8" by rows. Rounds to the nearest."""
+    """A plain weight [N, K] quantized here: "int4" by groups, "int8" or "fp8" by rows. Rounds to the nearest."""
+    if method == "int8":  # some rows at a time: an output head in float32 is gigabytes
+        found = [round_to_nearest(part, 0, True, 8) for part in weight.split(_ROWS_AT_ONCE)]
+        return Stored("int8", torch.cat([values for values, _, _ in found]), torch.cat([scales for _, scales, _ in found]), None, 0, None, name)
     if method == "int4":
         values, scales, zeros = round_to_nearest(weight, group, True, 4)
         return Stored("int4", values, scales, zeros, group, None, name)

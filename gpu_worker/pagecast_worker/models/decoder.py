@@ -49,9 +49,10 @@ class Decoder:
 
     def __init__(
         self, config: ModelConfig, names: Names, ranks: Ranks, device: torch.device, dtype: torch.dtype, max_positions: int,
-        *, quantized: bool = False,
+        *, quantized: bool = False, quantized_head: bool = False,
     ) -> None:  # fmt: skip
-        """quantized: weights of products get no memory here; whoever fills the model puts others in their place."""
+        """quantized: weights of layers' products get no memory here; whoever fills the model puts others in their place. quantized_head:
+        nor does that of an output head that is not tied."""
         self.config, self.names, self.ranks, self.dtype, self.device = config, names, ranks, dtype, device
         self._product_device = torch.device("meta") if quantized else device
         heads, key, value = config.kv_shape()
@@ -61,7 +62,8 @@ class Decoder:
         self.kv_shape = (self.num_kv_heads, key, value)
         self.vocabulary = ranks.vocabulary(config.vocab_size)
         self.embedding = Embedding(self._make(self.vocabulary.size, config.hidden_size), self.vocabulary.start, ranks)
-        head = self.embedding.weight if config.tie_word_embeddings else self._make(self.vocabulary.size, config.hidden_size)
+        shape, place = (self.vocabulary.size, config.hidden_size), torch.device("meta") if quantized_head else device
+        head = self.embedding.weight if config.tie_word_embeddings else torch.empty(shape, device=place, dtype=dtype)
         self.head = Head(head, config.vocab_size, ranks)
         self.norm = self._norm(config.hidden_size)
         self.cos_sin = cos_sin_table(config, max_positions, device)
