@@ -247,6 +247,11 @@ def quantized_variants() -> Iterator[Variant]:
                 yield f"packed_gemv add {shape}", lambda w=weight: quantized_gemv.packed_gemv(x[:1], w, residual=x[:1, :256].contiguous())
         out = torch.zeros((256, 4096), dtype=torch.bfloat16)
         yield f"unpack_weight {kind} g{group}", lambda w=weight, out=out: quantized_products.unpack_weight(w, out)
+    tiles = quantized_products.WIDE_TILES  # as in an output head
+    wide = PackedWeight("int8", 64 * tiles, 512, 0, _ints(tiles, 8, 1024), torch.zeros(1, 64 * tiles))
+    for rows in (16, 32, 64, 128, 256):
+        x_wide = torch.zeros((rows, 512), dtype=torch.bfloat16)
+        yield f"packed_product head m{rows}", lambda x=x_wide: quantized_products.packed_product(x, wide)
     eight = (torch.zeros((256, 4096)).to(torch.float8_e4m3fn), torch.zeros(256))
     yield "norm scaled_gemv", lambda: quantized_gemv.scaled_gemv(x[:1], *eight, gamma=x[0], eps=1e-5)
     yield "norm scaled_gemv gated", lambda: quantized_gemv.scaled_gemv(x[:1], *eight, gamma=x[0], eps=1e-5, gated=True)

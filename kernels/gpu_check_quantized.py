@@ -17,6 +17,7 @@ from ops import paged_case
 from pagecast_kernels import configs, decode, experts, prefill, quantized_products, quantized_rows, reference, scaled_products
 from pagecast_kernels import quantized_weights as weights
 from pagecast_kernels import reference_quantized as twin
+from pagecast_kernels.quantized_gemv import packed_gemv
 from pagecast_kernels.quantized_products import ProductConfig
 from pagecast_kernels.routing import Routing
 
@@ -49,6 +50,23 @@ def check_packed() -> Iterator[tuple[str, float]]:
             want = reference.silu_mul(want) if paired else want
             got = quantized_products.packed_product(x, weight, gated=paired, config=ProductConfig(16, 1, splits, 3))
             yield f"{name} {dtype} splits {splits}", paged_case.relative_error(got, want)
+
+
+def check_head() -> Iterator[tuple[str, float]]:
+    """A weight of 8 bits as wide as an output head's, by its own launches and in parts; and one row of it."""
+    generator, tiles = torch.Generator(device="cuda").manual_seed(4), quantized_products.WIDE_TILES
+    for rows, dtype in itertools.product((64 * tiles, 64 * tiles + 40), (torch.bfloat16, torch.float16)):
+        values = torch.randint(0, 256, (rows, 1088), device="cuda", generator=generator).to(torch.uint8)
+        weight = weights.pack("int8", values, torch.rand(rows, 1, device="cuda", generator=generator) * 0.01 + 0.001, None, 0)
+        exact, unpack = weights.dequantized(weight, torch.float64), quantized_products.unpack_weight
+        restored = torch.cat([unpack(part, torch.empty(part.rows, 1088, device="cuda")) for part in weights.in_parts(weight, 1 << 20)])
+        yield f"unpack head {rows} in parts", float((restored != weights.dequantized(weight, torch.float32)).any())
+        for count in (1, 2, 16, 17, 64, 100, 256, 300):
+            x = torch.randn(count, 1088, device="cuda", generator=generator).to(dtype)
+            want = x.double() @ exact.T
+            yield f"packed head {rows} m{count} {dtype}", paged_case.relative_error(quantized_products.packed_product(x, weight), want)
+            if count == 1:
+                yield f"packed_gemv head {rows} {dtype}", paged_case.relative_error(packed_gemv(x, weight), want)
 
 
 def check_scaled() -> Iterator[tuple[str, float]]:
@@ -159,5 +177,5 @@ def check_cache() -> Iterator[tuple[str, float]]:
 
 
 if __name__ == "__main__":
-    products = [(check_packed(), 4e-3), (check_scaled(), 6e-3)]
+    products = [(check_packed(), 4e-3), (check_head(), 4e-3), (check_scaled(), 6e-3)]
     sys.exit(bool(report([*products, (check_experts(), 8e-3), (check_mixtures(), 8e-3), (check_cache(), 8e-3)])))

@@ -112,7 +112,7 @@ def cache_ratio(lens: list[int]) -> float:
 
 
 def measure() -> dict[str, float]:
-    """kernels.int4_8b.M<rows>.ms and kernels.fp8_8b.M<rows>.ms, without the output head, whose weights stay as they are."""
+    """kernels.int4_8b.M<rows>.ms and kernels.fp8_8b.M<rows>.ms, without the output head."""
     found: dict[str, float] = {}
     for length in (1024, 4096):
         ratio = cache_ratio([length] * 256)

@@ -302,9 +302,12 @@ def _packed_product(
     finish_split(acc, out_ptr, bias_ptr, parts_ptr, counter_ptr, row, m, N, M, SPLITS, BIAS, GATED)
 
 
-WIDE = (ProductConfig(16, 2, 1, 5), ProductConfig(32, 2, 1, 3), ProductConfig(64, 2, 1, 3), ProductConfig(128, 2, 1, 3, 8),
-        ProductConfig(256, 1, 1, 3))  # fmt: skip
-"""Launches by rows of x for what `is_wide`: up to 256 rows meet words that are read and turned into 16 bits once."""
+WIDE = (
+    ProductConfig(16, 2, 1, 5), ProductConfig(32, 2, 1, 3), ProductConfig(64, 2, 1, 3), ProductConfig(128, 2, 1, 3, 8),
+    ProductConfig(256, 1, 1, 3),
+)  # fmt: skip
+"""Launches by rows of x for what `is_wide`: up to 256 rows meet words that are read and turned into 16 bits once. The last one takes
+104 KiB of shared memory."""
 
 
 WIDE_TILES = 256
@@ -316,9 +319,10 @@ def is_wide(weight: PackedWeight) -> bool:
     return weight.kind == "int8" and not weight.group and weight.words.shape[0] >= WIDE_TILES
 
 
-def wide_config(rows: int, row_tiles: int) -> ProductConfig:
+def wide_config(rows: int, row_tiles: int, device: torch.device) -> ProductConfig:
     """Launch of packed_product for what `is_wide`."""
-    config = next((config for config in WIDE if config.rows >= rows), WIDE[-1])
+    table = WIDE if configs.shared_memory(device) >= 104 << 10 else WIDE[:-1]
+    config = next((config for config in table if config.rows >= rows), table[-1])
     return config if row_tiles % config.tiles == 0 else config._replace(tiles=1, warps=4)
 
 
@@ -363,7 +367,7 @@ def packed_product(
         return out
     row_tiles, column_tiles, _ = weight.words.shape
     if config is None:
-        config = wide_config(rows, row_tiles) if is_wide(weight) else packed_config(rows, row_tiles, column_tiles)
+        config = wide_config(rows, row_tiles, x.device) if is_wide(weight) else packed_config(rows, row_tiles, column_tiles)
     if row_tiles % config.tiles:
         raise ValueError(f"tiles must divide {row_tiles}, got {config.tiles}")
     grid = (row_tiles // config.tiles, triton.cdiv(rows, config.rows), config.splits)

@@ -26,7 +26,8 @@ def packed(rows: int, columns: int, group: int, zeros: bool, paired: bool = Fals
     values = torch.randint(0, top, (rows, columns), generator=generator).to(torch.uint8)
     groups = -(-columns // group) if group else 1
     scales = torch.rand(rows, groups, generator=generator) * 0.01 + 0.001
-    return weights.pack(kind, values, scales, torch.randint(0, top + 1, (rows, groups), generator=generator) if zeros else None, group, paired)
+    zero = torch.randint(0, top + 1, (rows, groups), generator=generator) if zeros else None
+    return weights.pack(kind, values, scales, zero, group, paired)
 
 
 @pytest.mark.parametrize(

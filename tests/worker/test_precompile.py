@@ -25,7 +25,7 @@ LIMIT_S = 240.0
     [
         (32, 1, None, {"_paged_prefill", "_gemv", "_decode_flat", "_list_tiles"}),
         (128, 2, None, {"_paged_prefill_hopper", "_gemv", "_decode_hopper", "_list_tiles"}),
-        (32, 1, "int4", {"_paged_prefill", "_packed_product", "_packed_gemv", "_gemv", "_paged_decode"}),
+        (32, 1, "int4", {"_paged_prefill", "_packed_product", "_packed_gemv", "_paged_decode"}),
         (
             128, 1, "fp8",
             {"_paged_prefill", "_scaled_product", "_scaled_gemv", "_quantize_rows", "_gemv", "_decode_hopper_bytes", "_list_tiles"},

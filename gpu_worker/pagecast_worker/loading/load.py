@@ -78,10 +78,8 @@ def load_model(
     quantizer = None
     if config.quantization is not None or checkpoint.scheme is not None:
         quantizer = Quantizer(config.quantization, checkpoint.scheme, device, dtype)
-    model = Decoder(
-        checkpoint.config, family.names, ranks, device, dtype, longest, quantized=quantizer is not None,
-        quantized_head=rounds_head(config.quantization),
-    )  # fmt: skip
+    kinds = {"quantized": quantizer is not None, "quantized_head": rounds_head(config.quantization)}
+    model = Decoder(checkpoint.config, family.names, ranks, device, dtype, longest, **kinds)
     if quantizer is not None:
         quantizer.kept = kept_plain(model.layers, config.quantization)
     sources = list(model.sources())

@@ -64,7 +64,7 @@ def kept_plain(layers: list[Any], method: str | None) -> set[int]:
 
 
 def rounds_head(method: str | None) -> bool:
-    """Whether an output head is rounded where layers are, to int8 by row; unless it is the embedding's tensor, which is looked up."""
+    """Whether an output head is rounded where layers are, to int8 by row; not one that is the embedding's tensor, which is looked up in."""
     return method == "int4"
 
 

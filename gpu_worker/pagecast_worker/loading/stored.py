@@ -252,7 +252,8 @@ def rounded(weight: Tensor, method: str, group: int, name: str) -> Stored:
     """A plain weight [N, K] quantized here: "int4" by groups, "int8" or "fp8" by rows. Rounds to the nearest."""
     if method == "int8":  # some rows at a time: an output head in float32 is gigabytes
         found = [round_to_nearest(part, 0, True, 8) for part in weight.split(_ROWS_AT_ONCE)]
-        return Stored("int8", torch.cat([values for values, _, _ in found]), torch.cat([scales for _, scales, _ in found]), None, 0, None, name)
+        values, scales = (torch.cat([part[place] for part in found]) for place in (0, 1))
+        return Stored("int8", values, scales, None, 0, None, name)
     if method == "int4":
         values, scales, zeros = round_to_nearest(weight, group, True, 4)
         return Stored("int4", values, scales, zeros, group, None, name)
