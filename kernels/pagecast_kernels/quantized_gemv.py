@@ -163,14 +163,12 @@ def _packed_gemv(
         # Of sixteen columns each thread holds four that lie side by side in memory; x is put into that order.
         x = x.reshape(COLUMNS, WIDTH // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(COLUMNS, WIDTH)
         here = at + row_slice
-        if GROUP:
-            group = here // (GROUP // WIDTH) * scale_stride + row
         if ZEROS and GROUP:
-            z = tl.load(zeros_ptr + group, here < column_tiles, 8.0)
+            z = tl.load(zeros_ptr + here // (GROUP // WIDTH) * scale_stride + row, here < column_tiles, 8.0)
             zero = tl.broadcast_to((z + offset).to(biased)[:, None], (R, 16))
         w = columns_of(p, zero, 0, WIDTH, BITS, False, dtype == tl.bfloat16, ASM, ZEROS)
         if GROUP:
-            scale = tl.load(scales_ptr + group, here < column_tiles, 0.0)
+            scale = tl.load(scales_ptr + here // (GROUP // WIDTH) * scale_stride + row, here < column_tiles, 0.0)
             acc += tl.dot(w, x.trans()) * scale[:, None]
         else:
             acc = tl.dot(w, x.trans(), acc)

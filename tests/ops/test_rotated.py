@@ -12,7 +12,7 @@ from pagecast_kernels.rotated import Heads
 HEADS, KV_HEADS, BLOCK = 3, 2, 8
 
 
-@pytest.mark.parametrize(("kind", "dim"), [("plain", 32), ("plain", 96), ("packed", 128), ("rows", 128), ("scaled", 64)])
+@pytest.mark.parametrize(("kind", "dim"), [("plain", 32), ("plain", 96), ("packed", 128), ("rows", 128), ("bytes", 128), ("scaled", 64)])
 @pytest.mark.parametrize("slot", [13, -1])
 def test_heads_are_those_of_two_launches(kind: str, dim: int, slot: int) -> None:
     generator = torch.Generator().manual_seed(dim)
@@ -32,9 +32,9 @@ def test_heads_are_those_of_two_launches(kind: str, dim: int, slot: int) -> None
         values, scales = normal(rows, depth).to(torch.float8_e4m3fn), normal(rows).abs()
         product = lambda heads: scaled_gemv(x, values, scales, gamma=gamma, eps=1e-5, bias=bias, heads=heads)
     else:
-        stored = torch.randint(0, 16, (rows, depth), generator=generator, dtype=torch.uint8)
+        stored = torch.randint(0, 256 if kind == "bytes" else 16, (rows, depth), generator=generator, dtype=torch.uint8)
         group = 128 if kind == "packed" else 0
-        packed = pack("int4", stored, normal(rows, 2 if group else 1).abs(), None, group)
+        packed = pack("int8" if kind == "bytes" else "int4", stored, normal(rows, 2 if group else 1).abs(), None, group)
         product = lambda heads: packed_gemv(x, packed, gamma=gamma, eps=1e-5, bias=bias, heads=heads)
     apart, together = ([torch.full((3, KV_HEADS, BLOCK, dim), 7.0, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2))
     expected = rope_and_write_kv(product(None), cos_sin, position, at, *apart, HEADS, KV_HEADS, dim)

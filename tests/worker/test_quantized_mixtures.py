@@ -21,6 +21,7 @@ from pagecast_worker import cpu_ops
 from pagecast_worker.backend import cuda_operators, products_over
 from pagecast_worker.executor import LoadError
 from pagecast_worker.kv_cache import KVCache
+from pagecast_worker.layers import quantized
 from pagecast_worker.layers.experts import Experts
 from pagecast_worker.layers.quantized import CpuQuantized, Packed, Rounded, Scaled
 from pagecast_worker.loading import products, stored
@@ -192,6 +193,21 @@ def test_kernels_compute_what_the_cpu_computes(family, changes, options, kinds, 
     for ids in (PROMPT[:5], [9]):  # both choose the same experts for these: none is chosen by a hair's breadth
         got, exact = (forward.chunk(ids).float() if len(ids) > 1 else forward.decode(ids[0]).float() for forward in (one, other))
         assert apart(got, exact) < (0.1 if options["quantization"] == "fp8" else 0.02)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_head_takes_one_row_few_rows_and_many_in_parts(bias, monkeypatch):
+    monkeypatch.setattr(quantized, "DENSE_FROM", 6)
+    monkeypatch.setattr(quantized, "MOST_DENSE", 150 * 128)
+    generator = torch.Generator().manual_seed(7)
+    weight = stored.rounded(torch.randn(300, 128, generator=generator), "int8", 0, "lm_head")
+    packed, operators = Packed(products._packed(weight, False)), quantized.GpuQuantized(None, torch.device("cpu"))
+    added = torch.randn(300, generator=generator).half() if bias else None
+    for rows in (1, 5, 6):
+        x, out = torch.randn(rows, 128, generator=generator).half(), torch.full((rows, 300), float("nan")).half()
+        assert operators.linear(x, packed, added, out) is out
+        want = x.double() @ weight.dense(torch.float64).T + (added.double() if bias else 0)
+        assert apart(out.double(), want) < 2e-3
 
 
 def test_experts_that_are_stored_unlike_are_kept_plain(tmp_path):
