@@ -15,8 +15,8 @@ from pagecast_kernels.routing import Routing
 
 DENSE_FROM = 257
 """Rows from which on a packed weight is de-quantized for one product by the library: the launch table's last row is before it."""
-WIDE_DENSE_FROM = 1025
-"""The same for an output head, whose own launches take 256 rows at a time."""
+WIDE_DENSE_FROM = 513
+"""The same for an output head, whose own launches take 256 rows at a time (measured at 512 and 1,024 rows)."""
 MOST_DENSE = 1 << 27
 """Values of a weight that are de-quantized at a time where it is not paired: an output head may have four times as many."""
 
