@@ -361,10 +361,10 @@ LATENT_FEW = 8
 
 
 def latent_hopper(batch: int, device: torch.device | str) -> HopperDecode:
-    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product; depth: chunks of 8 KiB, of which a tile has nine. Queries
-    twice and 23 chunks are what shared memory holds. Measured with 16 heads on an H200, 30 November 2026."""
+    """Launch of latent_hopper, whose tile is the rows of a warpgroup's product, of which shared memory holds two. Measured with 16 heads on
+    an H200, 30 November 2026."""
     team = 0 if batch <= LATENT_FEW else 8
-    return HopperDecode(tile=64, depth=18, programs=even(processors(device)), registers=144, early=True, team=team)
+    return HopperDecode(tile=64, depth=2, programs=even(processors(device)), registers=144, early=True, team=team)
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:

@@ -4,9 +4,6 @@ Products are turned round: tokens, and then elements of a latent, are the 64 row
 row is padding, a tile of latents is both products' first operand as it lies in shared memory, and of a result of 512 elements for
 sixteen heads each thread holds 64. Shares of the tiles and the parts that programs leave are latent's; the last program of a sequence to
 leave one adds them up, which a launch of its own would take longer to begin with.
-
-Chunks of a tile, 64 columns each, lie in a ring of two tiles or more. Of a third tile the first are fetched as soon as the one before
-the last two is done with, the others when the next one is.
 """
 
 import torch
@@ -26,91 +23,63 @@ from pagecast_kernels.shares import owner, share_of, team_of
 
 
 @gluon.jit
-def _in_ring(chunk, RING: gl.constexpr):
-    """A place in the ring, of one that may have gone past its end once."""
-    return gl.where(chunk >= RING, chunk - RING, chunk)
-
-
-@gluon.jit
-def _place_of(base, chunk, RING: gl.constexpr, CHUNKS: gl.constexpr):
-    """Where a chunk of the tile that begins at `base` lies. A ring of whole tiles ends between two."""
-    return base + chunk if RING % (CHUNKS + 1) == 0 else _in_ring(base + chunk, RING)
-
-
-@gluon.jit
-def _fetch(
-    k_desc, v_desc, ids, left, inner, spare, pool, base, ready,
-    FIRST: gl.constexpr, LAST: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, RING: gl.constexpr, IDS: gl.constexpr,
-    CHUNKS: gl.constexpr, TILES_AT: gl.constexpr,
-):  # fmt: skip
-    """Ask for chunks FIRST..LAST of a tile; the one after CHUNKS of latents is of rotated keys."""
-    BOX: gl.constexpr = KV // IDS
-    for page in gl.static_range(IDS):
-        row = gl.where(page * BOX < left, ids[page] * BLOCK_SIZE + inner, spare)
-        for chunk in gl.static_range(FIRST, LAST):
-            into = view(pool, TILES_AT + _place_of(base, chunk, RING, CHUNKS) * (KV // 8) + page * (BOX // 8), BOX)
-            if chunk == CHUNKS:
-                tma.async_copy_global_to_shared(k_desc, [row, 0], ready, into)
-            else:
-                tma.async_copy_global_to_shared(v_desc, [row, chunk * 64], ready, into)
-
-
-@gluon.jit
 def _produce(
     latent_desc, rope_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, spare,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    """Keep the ring full. Pages past the sequence's end come from row `spare`, outside the cache: zeros.
+    """Keep DEPTH tiles in flight, each CHUNKS chunks of latents and one of rotated keys, of 64 columns. Pages past the sequence's end come
+    from row `spare`, outside the cache: zeros.
 
-    EARLY chunks of a tile take the places of the third tile before it, the others, and queries, those of the second.
+    Queries go to a slot of their own: with as many slots as stages, the one for a new sequence is free when the stage is.
     """
+    BOX: gl.constexpr = KV // IDS
+    HALF: gl.constexpr = KV // 8
     SLOT: gl.constexpr = ROWS // 8
-    TILES_AT: gl.constexpr = (2 * (CHUNKS + 1) + 1) * SLOT
+    TILES_AT: gl.constexpr = (DEPTH * (CHUNKS + 1) + 1) * SLOT
     TILE_BYTES: gl.constexpr = KV * 64 * 2 * (CHUNKS + 1)
     Q_BYTES: gl.constexpr = ROWS * 64 * 2 * (CHUNKS + 1)
-    EARLY: gl.constexpr = RING - 2 * (CHUNKS + 1)
     place, first, own, left = entry(tiles_ptr, begin)
     ids = block_ids(blocks_ptr, begin, IDS)
-    stage, slot, phase, base = begin * 0, begin * 0, begin * 0 + 1, begin * 0
+    stage, slot, phase = begin * 0, begin * 0, begin * 0 + 1
     for tile in range(begin, end):
         next_tile = gl.where(tile + 1 == end, begin, tile + 1)  # what the next tile is, a tile ahead; there is always one to read
         next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
         next_ids = block_ids(blocks_ptr, next_tile, IDS)
 
         fresh = (tile == first) | (tile == begin)
-        inner = (tile - first) * KV % BLOCK_SIZE
         ready = full.index(stage)
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(ready, TILE_BYTES + Q_BYTES, pred=fresh)
         mbarrier.expect(ready, TILE_BYTES, pred=fresh == 0)
-        _fetch(
-            k_desc, v_desc, ids, left, inner, spare, pool, base, ready, 0, EARLY, BLOCK_SIZE, KV, RING, IDS, CHUNKS, TILES_AT
-        )  # fmt: skip
-        last = stage == 2
-        mbarrier.wait(empty.index(gl.where(last, 0, stage + 1)), gl.where(last, phase ^ 1, phase))
         for chunk in gl.static_range(CHUNKS):
             into = view(pool, (slot * (CHUNKS + 1) + chunk) * SLOT, ROWS)
             tma.async_copy_global_to_shared(latent_desc, [place * GROUP, chunk * 64], ready, into, pred=fresh)
         into = view(pool, (slot * (CHUNKS + 1) + CHUNKS) * SLOT, ROWS)
         tma.async_copy_global_to_shared(rope_desc, [place * GROUP, 0], ready, into, pred=fresh)
-        _fetch(
-            k_desc, v_desc, ids, left, inner, spare, pool, base, ready, EARLY, CHUNKS + 1, BLOCK_SIZE, KV, RING, IDS, CHUNKS, TILES_AT
-        )  # fmt: skip
+        inner, tile_at = (tile - first) * KV % BLOCK_SIZE, TILES_AT + stage * ((CHUNKS + 1) * HALF)
+        for page in gl.static_range(IDS):
+            row = gl.where(page * BOX < left, ids[page] * BLOCK_SIZE + inner, spare)
+            for chunk in gl.static_range(CHUNKS + 1):
+                into = view(pool, tile_at + chunk * HALF + page * (BOX // 8), BOX)
+                if chunk == CHUNKS:
+                    tma.async_copy_global_to_shared(k_desc, [row, 0], ready, into)
+                else:
+                    tma.async_copy_global_to_shared(v_desc, [row, chunk * 64], ready, into)
 
-        slot = gl.where(tile + 1 == first + own, slot ^ 1, slot)
-        phase = gl.where(last, phase ^ 1, phase)
-        stage = gl.where(last, 0, stage + 1)
-        base = _in_ring(base + CHUNKS + 1, RING)
+        slot = gl.where(tile + 1 == first + own, slot + 1, slot)
+        slot = gl.where(slot == DEPTH, 0, slot)
+        phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+        stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
         place, first, own, left, ids = next_place, next_first, next_own, next_left, next_ids
 
 
 @gluon.jit
 def _attend(
-    values, top, total, pool, base, slot, left, scale, KV: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
+    values, top, total, pool, stage, slot, left, scale, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
     CHUNKS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Add the tile whose chunks lie from `base` on: (values, top, total). This thread is done with them.
+    """Add the tile that lies in a stage: (values, top, total). This thread is done with the stage.
 
     values: CHUNKS times [64 elements, ROWS heads]; top [ROWS]; total [KV, ROWS], to be summed up at the end.
     """
@@ -118,11 +87,12 @@ def _attend(
     HALF: gl.constexpr = KV // 8
     SLOT: gl.constexpr = ROWS // 8
     PAGE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    WEIGHTS_AT: gl.constexpr = 2 * (CHUNKS + 1) * SLOT
+    WEIGHTS_AT: gl.constexpr = DEPTH * (CHUNKS + 1) * SLOT
     query_at = slot * ((CHUNKS + 1) * SLOT)
+    tile_at = WEIGHTS_AT + SLOT + stage * ((CHUNKS + 1) * HALF)
     lies = ()
     for chunk in gl.static_range(CHUNKS + 1):
-        lies = lies + (WEIGHTS_AT + SLOT + _place_of(base, chunk, RING, CHUNKS) * HALF,)
+        lies = lies + (tile_at + chunk * HALF,)
     if (left < KV) & (left % BOX != 0):
         page = left // BOX
         seen = gl.arange(0, BOX, layout=gl.SliceLayout(1, PAGE)) < left % BOX
@@ -233,7 +203,7 @@ def _arrive(
 @gluon.jit
 def _consume(
     tiles_ptr, lens_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, share, extra, batch, scale,
-    GROUP: gl.constexpr, KV: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr,
+    GROUP: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr, OWN: gl.constexpr,
     CHUNKS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """Attention of this program's share, tile by tile as the ring fills."""
@@ -243,7 +213,7 @@ def _consume(
     held = (head < GROUP)[None, :]
     place, first, own, left = entry(tiles_ptr, begin)
     zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, RANK)
-    stage, slot, phase, base, at = begin * 0, begin * 0, begin * 0, begin * 0, begin
+    stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
     while at < end:
         count = gl.minimum(first + own, end) - at
         next_tile = gl.where(at + count == end, begin, at + count)
@@ -256,13 +226,12 @@ def _consume(
         for n in range(count):
             mbarrier.wait(full.index(stage), phase)
             values, top, total = _attend(
-                values, top, total, pool, base, slot, left - n * KV, scale, KV, RING, ROWS, IDS, CHUNKS, LAYOUT
+                values, top, total, pool, stage, slot, left - n * KV, scale, KV, DEPTH, ROWS, IDS, CHUNKS, LAYOUT
             )  # fmt: skip
             gl.thread_barrier()
             mbarrier.arrive(empty.index(stage))
-            phase = gl.where(stage == 2, phase ^ 1, phase)
-            stage = gl.where(stage == 2, 0, stage + 1)
-            base = _in_ring(base + CHUNKS + 1, RING)
+            phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+            stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
 
         sums = gl.sum(total, 0)
         where = head[None, :] * RANK + lane[:, None]
@@ -282,7 +251,7 @@ def _consume(
                     place, first, own, share, extra, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, GROUP, ROWS, RANK, TEAM
                 )  # fmt: skip
         at += count
-        slot = slot ^ 1
+        slot = gl.where(slot + 1 == DEPTH, 0, slot + 1)
         place, first, own, left = next_place, next_first, next_own, next_left
 
 
@@ -290,15 +259,15 @@ def _consume(
 def _latent_decode_hopper(
     latent_desc, rope_desc, k_desc, v_desc, lens_ptr, count_ptr, tiles_ptr, blocks_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr,
     stats_ptr, batch, scale, spare,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, RING: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KV: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, IDS: gl.constexpr,
     OWN: gl.constexpr, CHUNKS: gl.constexpr, PRODUCER: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
-    # Two slots for query rows, weights, then the ring; all by chunks of 64 columns.
-    POOL: gl.constexpr = (2 * (CHUNKS + 1) + 1) * (ROWS // 8) + RING * (KV // 8)
+    # A slot of query rows a stage, weights, then the stages; all by chunks of 64 columns.
+    POOL: gl.constexpr = (DEPTH * (CHUNKS + 1) + 1) * (ROWS // 8) + DEPTH * (CHUNKS + 1) * (KV // 8)
     pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [POOL, 8, 64], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(3):
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DEPTH):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
     fence_async_shared()
@@ -310,10 +279,10 @@ def _latent_decode_hopper(
             [
                 (_consume, (
                     tiles_ptr, lens_ptr, out_ptr, counters_ptr, teams_ptr, parts_ptr, stats_ptr, pool, full, empty, begin, end, share,
-                    extra, batch, scale, GROUP, KV, RING, ROWS, IDS, OWN, CHUNKS, TEAM)),
+                    extra, batch, scale, GROUP, KV, DEPTH, ROWS, IDS, OWN, CHUNKS, TEAM)),
                 (_produce, (
                     latent_desc, rope_desc, k_desc, v_desc, tiles_ptr, blocks_ptr, pool, full, empty, begin, end, spare,
-                    GROUP, BLOCK_SIZE, KV, RING, ROWS, IDS, CHUNKS)),
+                    GROUP, BLOCK_SIZE, KV, DEPTH, ROWS, IDS, CHUNKS)),
             ],
             [1],
             [PRODUCER],
