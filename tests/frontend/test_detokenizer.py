@@ -4,13 +4,16 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from pagecast_scheduler.frontend.detokenizer import Detokenizer, WindowDecoder
-from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, ModelTokenizer, Tokenizer, load_tokenizer
 
 BYTES = ByteTokenizer(1024)
 
@@ -174,6 +177,76 @@ class RandomTokenizer(ByteTokenizer):
 
 ALPHABET = "aß你🙂\ufffd<|"
 PIECES = st.lists(st.text(ALPHABET, min_size=1, max_size=3).map(lambda t: t.encode()[:4]) | st.binary(min_size=1, max_size=3), max_size=8)
+
+
+class Counting:
+    """A tokenizer that counts how many ids it was given to decode."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.num_decoded += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
+
+def windowed(tokenizer: Any, pieces: Sequence[Sequence[int]]) -> tuple[list[str], str]:
+    """What each piece releases, and the end; the cost of a token does not grow with what came before it."""
+    counting = Counting(tokenizer)
+    decoder = WindowDecoder(counting)
+    shown = [decoder.push(piece) for piece in pieces]
+    rest = decoder.flush()
+    assert counting.num_decoded <= 64 * (1 + sum(map(len, pieces)))
+    return shown, rest
+
+
+@pytest.mark.parametrize("token_id", [0xFF, 0x80, 0xF0, 1024], ids=["no byte of any", "no beginning", "only beginnings", "no token"])
+def test_the_window_decoder_bounds_a_long_run_that_is_no_text(token_id: int) -> None:
+    ids = [0x61, *[token_id] * 3000, 0x62]
+    shown, rest = windowed(BYTES, [[i] for i in ids])
+    assert "".join(shown) + rest == BYTES.decode(ids)
+    assert token_id == 1024 or sum(map(bool, shown)) > 300, "text comes while the run goes on"
+
+
+def test_the_window_decoder_gives_text_whose_tokens_all_end_within_a_character() -> None:
+    tokenizer = RandomTokenizer(["你你".encode()[2:5]], 0)
+    shown, rest = windowed(tokenizer, [[i] for i in [0xE4, 0xBD, *[256] * 500]])
+    assert "".join(shown) + rest == "你" * 500 + "\ufffd" and sum(map(bool, shown)) > 50
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), pieces=PIECES, num_special=st.integers(0, 2))
+def test_the_window_decoder_of_random_bytes_equals_the_whole_decoding(data: st.DataObject, pieces: list[bytes], num_special: int) -> None:
+    """Also of long runs of them, and with special tokens, which are nothing, in the midst of a character."""
+    tokenizer = RandomTokenizer(pieces, num_special)
+    likely = [*"a你🙂".encode(), 0xFF, *range(256, 256 + len(pieces) + num_special)]
+    runs_of = st.lists(st.tuples(st.sampled_from(likely) | st.integers(0, 255), st.integers(1, 12)), max_size=30)
+    ids = [token_id for token_id, times in data.draw(runs_of) for _ in range(times)]
+    shown, rest = windowed(tokenizer, cut(ids, data.draw(st.lists(st.integers(0, 3), max_size=20))))
+    assert "".join(shown) + rest == tokenizer.whole(ids, False)
+
+
+def fallback_on_bytes() -> ModelTokenizer:
+    """Whose decoder shows a run of bytes as nothing but U+FFFD if it is no text, also where its beginning was."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁hello": 256, "x": 257}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    made = ModelTokenizer(backend, {})
+    assert made.token_bytes is None
+    return made
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([*"a你".encode(), 0xFF, 256, 257]), st.integers(1, 10)), max_size=20))
+def test_nothing_is_lost_behind_bytes_that_change_what_was_shown(parts: list[tuple[int, int]]) -> None:
+    ids = [token_id for part, times in parts for token_id in [part] * times]
+    shown, rest = windowed(fallback_on_bytes(), [[i] for i in [*ids, 256, 257, 256]])
+    text = "".join(shown) + rest
+    assert text.endswith("hellox hello") and text.count("hello") == ids.count(256) + 2 and text.count("x") == ids.count(257) + 1
 
 
 Run = tuple[RandomTokenizer, list[int], list[int], list[str], int, bool, bool]

@@ -61,17 +61,26 @@ class ByteDecoder:
         return self._decode(b"", True)
 
 
+REPLACED = "\ufffd"
+MOST_HELD = 8
+"""Tokens that may wait for others before what is certain of them is released; the bytes of a character come in four at most."""
+CHARACTER = 4
+"""Tokens that hold the bytes of one character at least."""
+
+
 class WindowDecoder:
     """For every other tokenizer: decodes a short window of ids twice, with and without the new ones, and releases the difference.
 
     The window begins where text was last released, with the ids of that release before it, because such decoders treat the
-    first token of a text specially. Text that ends in U+FFFD may be an incomplete character and waits. shown: special tokens that
-    stand for their name; each ends the text before it.
+    first token of a text specially. Text that ends in U+FFFD may be an incomplete character and waits, but not for ever: of a run that is
+    no text only the last character can still change. Special tokens are nothing, unless shown: those stand for their name, and each
+    ends the text before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Mapping[int, bytes] | None = None) -> None:
         self._tokenizer = tokenizer
         self._shown = shown or {}
+        self._hidden = tokenizer.special_bytes().keys() - self._shown.keys()
         self._window: list[int] = []
         self._num_known = 0
         self._released = ""
@@ -81,25 +90,43 @@ class WindowDecoder:
         for token_id in ids:
             if token_id in self._shown:
                 pieces += [self.flush(), self._shown[token_id].decode("utf-8", "replace")]
-                continue
-            self._window.append(token_id)
-            pieces.append(self._step())
+            elif token_id not in self._hidden:
+                self._window.append(token_id)
+                pieces.append(self._step())
         return "".join(pieces)
 
     def _step(self) -> str:
         text = self._tokenizer.decode(self._window)
-        if text.endswith("\ufffd") or not text.startswith(self._released):
-            return ""
+        is_full = len(self._window) - self._num_known >= MOST_HELD
+        if text.endswith(REPLACED) or not text.startswith(self._released):
+            return self._cut() if is_full else ""
         piece = text[len(self._released) :]
         if piece:
             self._window = self._window[self._num_known :]
             self._num_known = len(self._window)
             self._released = self._tokenizer.decode(self._window)
+        elif is_full:  # ids that stand for nothing
+            del self._window[self._num_known or MOST_HELD - 1 :]
         return piece
 
-    def flush(self) -> str:
+    def _cut(self) -> str:
+        """Releases all but a last character that may be incomplete, and goes on from the few ids that this one can be made of."""
+        piece, kept = self._held(), self._window[-CHARACTER:]
+        again = self._tokenizer.decode(kept)
+        waits = piece.endswith(REPLACED) and again.endswith(REPLACED)
+        self._window, self._num_known = kept, len(kept) - waits
+        self._released = again[:-1] if waits else again
+        return piece[:-1] if waits else piece
+
+    def _held(self) -> str:
+        """The text that is not released yet. Where what is no longer fits before it, it stays, and its ids are left out."""
         text = self._tokenizer.decode(self._window)
-        piece = text[len(self._released) :] if text.startswith(self._released) else ""
+        if text.startswith(self._released):
+            return text[len(self._released) :]
+        return self._tokenizer.decode(self._window[self._num_known :])
+
+    def flush(self) -> str:
+        piece = self._held()
         self._window, self._num_known, self._released = [], 0, ""
         return piece
 
