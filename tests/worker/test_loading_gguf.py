@@ -11,8 +11,10 @@ from worker.smollm2 import model_file
 from worker.tiny_model import weights
 from worker.two_ranks import logits_of_two
 
+from pagecast_wire.gguf_metadata import read_head
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.gguf import GgufCheckpoint, huggingface_name, unpermute
+from pagecast_worker.loading.gguf_tensors import stored_tensors
 from pagecast_worker.models.registry import architectures
 
 
@@ -28,10 +30,16 @@ def test_every_stored_type_comes_back(tmp_path, kind):
     assert checkpoint.config.quantization == ("" if kind in ("F32", "F16", "BF16") else kind)
 
 
+def known_kinds():
+    """Types that llama.cpp alone writes."""
+    named = lambda name: name[:2] in ("Q2", "Q3", "Q6", "TQ", "IQ", "MX") or name in ("Q4_K", "Q5_K")
+    return [kind for kind in gguf.GGMLQuantizationType if named(kind.name)]
+
+
 def test_types_that_only_llama_cpp_writes_are_read_as_its_library_reads_them(tmp_path):
     """Of any bytes: blocks of 256 with scales of their own, three values, code books."""
-    generator, known = np.random.default_rng(1), gguf.GGMLQuantizationType
-    kinds = [kind for kind in known if kind.name[:2] in ("Q2", "Q3", "Q6", "TQ", "IQ", "MX") or kind.name in ("Q4_K", "Q5_K")]
+    generator = np.random.default_rng(1)
+    kinds = known_kinds()
     size = lambda kind: gguf.quants.quant_shape_to_byte_shape((3, 512), kind)
     others = {kind: generator.integers(0, 256, size(kind), np.uint8) for kind in kinds}
     checkpoint = GgufCheckpoint(write(tmp_path / "tiny.gguf", others=others))
@@ -42,6 +50,71 @@ def test_types_that_only_llama_cpp_writes_are_read_as_its_library_reads_them(tmp
             found = checkpoint.raw(f"other.{kind.name}")
         torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
         assert want.shape == (3, 512)
+
+
+def test_tensors_are_found_where_the_packages_own_reader_finds_them(tmp_path):
+    """Which takes two seconds for the vocabulary of a small model: the worker does without it."""
+    others = {kind: np.full(gguf.quants.quant_shape_to_byte_shape((3, 512), kind), 7, np.uint8) for kind in known_kinds()}
+    path = write(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q8_0, others=others)
+    for aligned in (path, realigned(path, tmp_path / "aligned.gguf")):
+        reader = gguf.GGUFReader(aligned)
+        values, entries = read_head(aligned)
+        assert values["general.architecture"] == "llama" and len(entries) == len(reader.tensors) > 30
+        for found, want in zip(stored_tensors(aligned, entries), reader.tensors, strict=True):
+            assert (found.name, found.kind, list(found.dims)) == (want.name, want.tensor_type, want.shape.tolist())
+            assert found.data.dtype == want.data.dtype and np.array_equal(found.data, want.data)
+
+
+def realigned(path, to):
+    """The same tensors at multiples of 256 bytes."""
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(to, "llama")
+    writer.add_custom_alignment(256)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def test_the_worker_never_makes_the_packages_own_reader(tmp_path, monkeypatch):
+    path = write(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf, "GGUFReader", None)
+    checkpoint = GgufCheckpoint(path)
+    assert checkpoint.identity() and set(checkpoint.names()) == set(weights())
+
+
+def test_a_file_that_ends_within_its_head_or_its_tensors_is_refused_in_one_line(tmp_path):
+    path, cut = write(tmp_path / "tiny.gguf"), tmp_path / "cut.gguf"
+    whole = path.read_bytes()
+    _, entries = read_head(path)
+    head = min(entry.start for entry in entries)
+    for keep in (*range(4, head, 7), *(entry.start for entry in entries), len(whole) - 33):
+        cut.write_bytes(whole[:keep])
+        with pytest.raises(LoadError, match=r"cut\.gguf: (not a readable GGUF file \(.*\)|field general.architecture is missing)$"):
+            GgufCheckpoint(cut)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ((lambda at, data: data.replace(b"output_norm.weight", b"outpux_norm.weight")), "tensor model.norm.weight is missing"),
+        ((lambda at, data: data[:at] + b"\xee\0\0\0" + data[at + 4 :]), "tensor output.weight is of type 238, which is unknown"),
+        ((lambda at, data: data[: at - 20] + b"\x09" + data[at - 19 :]), "output.weight has 9 dimensions, at most 4"),
+        ((lambda at, data: data[: at - 16] + b"\x21" + data[at - 15 :]), "output.weight has rows of 33 values, Q4_0 has blocks of 32"),
+        ((lambda at, data: data[: at + 4] + b"\xff" * 7 + data[at + 11 :]), "tensor output.weight runs past its end"),
+        ((lambda at, data: data.replace(b"blk.0.attn_k", b"blk.0.attn_q")), "two tensors have one name"),
+    ],
+)
+def test_a_head_that_lies_is_refused_by_what_it_says(tmp_path, change, said):
+    path = write(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q4_0)
+    data = path.read_bytes()
+    at = data.index(b"output.weight") + len("output.weight") + 4 + 16  # behind its dimensions
+    path.write_bytes(change(at, data))
+    with pytest.raises(LoadError) as caught:
+        GgufCheckpoint(path).tensor("model.norm.weight", (128,))
+    assert said in str(caught.value)
 
 
 def test_configuration_comes_from_the_metadata(tmp_path):

@@ -20,6 +20,7 @@ from torch import Tensor
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.checkpoint import check_shape, file_sample
 from pagecast_worker.loading.gguf_config import Metadata
+from pagecast_worker.loading.gguf_tensors import StoredTensor, stored_tensors
 from pagecast_worker.models.architecture import LLAMA_NAMES
 from pagecast_worker.models.names import Names
 
@@ -41,17 +42,14 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise LoadError(f"{path}: not a readable GGUF file ({type(error).__name__})") from None
-        metadata = self._metadata = Metadata.of(path)
-        self._tensors = dict(_matrices(self._reader, metadata.family.names))
+        metadata, entries = Metadata.with_tensors(path)
+        self._metadata, self._stored = metadata, stored_tensors(path, entries)
+        self._tensors = dict(_matrices(self._stored, metadata.family.names))
         self._permuted = metadata.family.gguf == "llama"
         embedding = self._tensors.get("model.embed_tokens.weight")
-        kinds = {t.tensor_type.name for t in self._reader.tensors} - {"F32"}
+        kinds = {tensor.kind.name for tensor in self._stored} - {"F32"}
         self.config = metadata.configuration(
-            None if embedding is None else int(embedding[0].shape[1]), "lm_head.weight" not in self._tensors,
+            None if embedding is None else embedding[0].dims[1], "lm_head.weight" not in self._tensors,
             tuple(self._values(_ROPE_FACTORS).float().flatten().tolist()) if _ROPE_FACTORS in self._tensors else (),
             "" if len(kinds - {"F16", "BF16"}) == 0 else "+".join(sorted(kinds)),
         )
@@ -83,16 +81,16 @@ class GgufCheckpoint:
 
     def identity(self) -> str:
         digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True).encode())
-        for tensor in sorted(self._reader.tensors, key=lambda tensor: tensor.name):
+        for tensor in sorted(self._stored, key=lambda tensor: tensor.name):
             name = huggingface_name(tensor.name, self._metadata.family.names)
-            digest.update(f"{name} {tensor.shape.tolist()} {tensor.tensor_type.name}\n".encode())
+            digest.update(f"{name} {list(tensor.dims)} {tensor.kind.name}\n".encode())
         digest.update(file_sample(self.path))
         return digest.hexdigest()
 
     def _values(self, name: str) -> Tensor:
         tensor, expert = self._tensors[name]
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        kind, data = tensor.tensor_type, tensor.data
+        shape = tuple(reversed(tensor.dims))
+        kind, data = tensor.kind, tensor.data
         if expert is not None:
             shape, data = shape[1:], data[expert]
         if kind == gguf.GGMLQuantizationType.BF16:
@@ -108,12 +106,12 @@ class GgufCheckpoint:
         return self._metadata.whole(key)
 
 
-def _matrices(reader: gguf.GGUFReader, names: Names) -> Iterator[tuple[str, tuple[gguf.ReaderTensor, int | None]]]:
+def _matrices(tensors: Iterable[StoredTensor], names: Names) -> Iterator[tuple[str, tuple[StoredTensor, int | None]]]:
     """Every tensor by its Hugging Face name, those that hold all experts once for each of them, with its number."""
-    for tensor in reader.tensors:
+    for tensor in tensors:
         name = huggingface_name(tensor.name, names)
         if _STACKED in name:
-            yield from ((name.replace(_STACKED, str(expert)), (tensor, expert)) for expert in range(int(tensor.shape[-1])))
+            yield from ((name.replace(_STACKED, str(expert)), (tensor, expert)) for expert in range(tensor.dims[-1]))
         else:
             yield name, (tensor, None)
 

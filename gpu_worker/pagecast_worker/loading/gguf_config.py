@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 
 from pagecast_kernels.routing import Routing
-from pagecast_wire.gguf_metadata import GgufError, read_metadata
+from pagecast_wire.gguf_metadata import GgufError, TensorEntry, read_head
 from pagecast_worker.executor import LoadError
 from pagecast_worker.models.architecture import Architecture
 from pagecast_worker.models.config import ExpertsConfig, ModelConfig, RopeScaling
@@ -27,10 +27,16 @@ class Metadata:
     @classmethod
     def of(cls, path: Path) -> "Metadata":
         """Reads the file's head."""
+        return cls.with_tensors(path)[0]
+
+    @classmethod
+    def with_tensors(cls, path: Path) -> tuple["Metadata", list[TensorEntry]]:
+        """Reads the file's head; what it says of the tensors too."""
         try:
-            return cls(path, read_metadata(path))
+            values, tensors = read_head(path)
         except (OSError, GgufError) as error:
             raise LoadError(f"{path}: not a readable GGUF file ({error.strerror if isinstance(error, OSError) else error})") from None
+        return cls(path, values), tensors
 
     def _family(self) -> Architecture:
         """Mixtures may go by the name of the family that they are otherwise like: Mixtral's files say llama."""
