@@ -187,9 +187,9 @@ class AsyncClient:
         answer = await self._ask(self._tokenizer.RenderChat(request, metadata=self._metadata))
         return types.RenderedChat(answer.text, tuple(answer.token_ids))
 
-    async def models(self) -> tuple[types.Model, ...]:
+    async def models(self, *, timeout: float | None = None) -> tuple[types.Model, ...]:
         """The models served."""
-        answer = await self._ask(self._models.ListModels(model_pb2.ListModelsRequest(), metadata=self._metadata))
+        answer = await self._ask_method(self._models.ListModels, model_pb2.ListModelsRequest(), timeout)
         return tuple(map(answers.model, answer.models))
 
     async def load(self, *, timeout: float | None = None) -> types.Load:

@@ -96,6 +96,10 @@ def target_of(endpoints: str | Sequence[str]) -> str:
 
 
 def _checked(endpoint: str) -> str:
+    try:
+        endpoint.encode()
+    except UnicodeEncodeError:
+        raise WrongAccess(f"an endpoint must be text in UTF-8, not {endpoint!a}") from None
     if _GRPC_SCHEME.match(endpoint):
         return endpoint
     host, _, port = endpoint.rpartition(":")

@@ -1,11 +1,12 @@
 """The asynchronous client: the same values and errors on an event loop."""
 
 import asyncio
+import inspect
 
 import pytest
 from client.fake_server import FakeServer
 
-from pagecast import AsyncClient, errors, types
+from pagecast import AsyncClient, Client, errors, types
 
 
 async def test_stream_and_generate(server: FakeServer) -> None:
@@ -21,10 +22,21 @@ async def test_the_other_calls(server: FakeServer) -> None:
         assert await client.tokenize("hi") == (104, 105)
         assert await client.detokenize([104, 105]) == "hi"
         assert (await client.render_chat([types.ChatMessage("user", "x")])).text == "<user>x"
-        assert (await client.models())[0].name == "m"
+        assert (await client.models(timeout=30))[0].name == "m"
         assert (await client.load()).kv_utilization == 0.5
         assert (await client.server_info()).epoch == 3
         assert await client.health("readiness") == "NOT_SERVING"
+
+
+async def test_every_method_takes_what_that_of_the_synchronous_client_takes(server: FakeServer) -> None:
+    methods = {name: method for name, method in inspect.getmembers(Client, inspect.isfunction) if not name.startswith("_")}
+    assert {"models", "load", "health", "generate"} <= methods.keys()
+    for name, method in methods.items():
+        taken = inspect.signature(getattr(AsyncClient, name)).parameters
+        assert taken == inspect.signature(method).parameters, name
+    async with AsyncClient(server.target) as client:
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.models(timeout=-1)
 
 
 async def test_errors_are_typed(server: FakeServer) -> None:

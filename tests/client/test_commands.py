@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from os import fsdecode, fsencode
+from pathlib import Path
 
 import grpc
 import pytest
@@ -86,6 +88,11 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["serve", "--random-weights", "/no/such"], 2, "random weights are made for the config.json of a folder, and '/no/such' has none"),
     (["gateway", "--target", "localhost", "--http-port", "0"], 2, "an endpoint is HOST:PORT or unix:PATH, not 'localhost'"),
     (["serve", "--executor", "oracle", "--served-model-name", ""], 2, "--served-model-name must not be empty"),
+    (["serve", "--executor", "oracle", "--uds", ""], 2, "--uds must not be empty"),
+    (["serve", "--executor", "oracle", "--uds", fsdecode(b"/tmp/a\xff")], 2, r"--uds must be a path in UTF-8, not '/tmp/a\udcff'"),
+    (["serve", "--executor", "oracle", "--port", "0", "--run-dir", fsdecode(b"/tmp/a\xff")], 2, "run directory must be a path in UTF-8"),
+    (["status", "--target", fsdecode(b"unix:a\xff")], 2, r"an endpoint must be text in UTF-8, not 'unix:a\udcff'"),
+    (["keys", ""], 2, "FOLDER must not be empty"),
     (["serve", "--executor", "oracle", "--num-blocks", "2147483647"], 2, "--num-blocks must be at least 2"),
     (["serve", "--executor", "oracle", "--max-connections", "2147483647"], 2, "--max-connections must be at least 1 and at most"),
     (["serve", "--executor", "oracle", "--max-message-bytes", "2147483647"], 2, "--max-message-bytes must be 4096 to"),
@@ -100,6 +107,14 @@ def test_what_is_wrong_is_said_in_one_line(server: FakeServer, words: list[str],
     assert done.returncode == code
     assert said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("pagecast") and not done.stdout.startswith("\n")
+
+
+def test_keys_go_into_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / fsdecode(b"keys \xff")
+    environment = {"LC_ALL": "C.UTF-8", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([*PAGECAST, "keys", str(folder)], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith(fsencode(folder).decode(errors="replace")), done.stderr
+    assert {file.name for file in folder.iterdir()} == {"scheduler.key", "rank.key"}
 
 
 def test_the_rate_leaves_out_every_token_of_the_first_message() -> None:

@@ -80,7 +80,20 @@ def check(config: FrontendConfig) -> str | None:
         return f"index must be 0 to {(1 << 16) - 1}, not {config.index}"
     if config.served_model_name == "":
         return "served_model_name must not be empty"
+    if config.uds is not None and (problem := _socket_problem(config.uds)) is not None:
+        return f"uds {problem}"
     return _check_listeners(config) or _check_limits(config)
+
+
+def _socket_problem(path: str) -> str | None:
+    """What a Unix socket's path must be, if it is not. gRPC takes addresses in UTF-8 alone."""
+    if not path:
+        return "must not be empty"
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return f"must be a path in UTF-8, not {path!a}"
+    return None
 
 
 def _check_limits(config: FrontendConfig) -> str | None:

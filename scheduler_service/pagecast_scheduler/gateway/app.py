@@ -37,6 +37,8 @@ _BODIES = {
     "/v1/chat/completions": schema.ChatCompletionRequest, "/v1/completions": schema.CompletionRequest,
     "/tokenize": schema.TokenizeRequest, "/detokenize": schema.DetokenizeRequest,
 }
+TOLD = "pagecast_told"
+"""An attribute of errors that have a log line."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -308,4 +310,5 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         error_id = secrets.token_hex(8)
         log.error("unexpected error in an HTTP call", path=request.url.path, error_id=error_id, exc_info=error)
+        error.__dict__[TOLD] = True  # it goes on to the server, which would tell it once more
         return JSONResponse(body(f"internal error {error_id}", "server_error"), 500)

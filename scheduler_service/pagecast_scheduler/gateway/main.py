@@ -5,6 +5,7 @@ second signal ends at once.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pagecast.errors import WrongAccess
 from pagecast_scheduler.frontend.event_loop import run_until_done
 from pagecast_scheduler.frontend.logs import configure_logs
-from pagecast_scheduler.gateway.app import make_app
+from pagecast_scheduler.gateway.app import TOLD, make_app
 from pagecast_scheduler.gateway.backend import Backend
 from pagecast_scheduler.gateway.certificate import listening_context
 from pagecast_scheduler.gateway.config import GatewayConfig, check
@@ -80,6 +81,15 @@ class LastAnswers:
             await send(message)
 
         await self._app(scope, receive, pass_on)
+
+
+class ServerLog(logging.Handler):
+    """What uvicorn has to say becomes a log line like ours, unless it is an error that has one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if not getattr(error, TOLD, False):
+            log.log(record.levelno, "HTTP server", said=record.getMessage().strip(), exc_info=error)
 
 
 async def _too_large(send: Send, limit: int) -> None:
@@ -198,4 +208,7 @@ def run(config: GatewayConfig) -> int:
         print(f"pagecast gateway: {problem}", file=sys.stderr)
         return 2
     configure_logs(config.log_format, config.log_level, process="gateway")
+    server = logging.getLogger("uvicorn.error")
+    server.propagate = False
+    server.addHandler(ServerLog())
     return run_until_done(serve(config))

@@ -58,6 +58,10 @@ class RunDir:
 
     @classmethod
     def _take_named(cls, folder: Path) -> "RunDir":
+        try:
+            str(folder).encode()
+        except UnicodeEncodeError:
+            raise LaunchError(f"run directory must be a path in UTF-8, which its sockets' addresses are: {str(folder)!a}") from None
         length = _socket_path_length(folder)
         if length > MAX_SOCKET_PATH:
             raise LaunchError(f"run directory is too long: its socket paths have {length} bytes, the limit is {MAX_SOCKET_PATH}: {folder}")
