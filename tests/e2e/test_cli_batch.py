@@ -46,19 +46,61 @@ def test_a_batch_is_answered_and_taken_up_again_where_it_broke(tmp_path: Path) -
         assert value["body"].get("choices") == answers[key]["body"].get("choices")
 
 
-def test_a_file_that_is_no_batch_is_refused_by_line(tmp_path: Path) -> None:
+def test_a_file_without_a_request_is_refused_by_its_first_line(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     for content, complaint in (
-        ("{}\n", "line 1: needs custom_id"),
-        ('\n{"custom_id": "a", "url": "/v1/embeddings", "body": {}}\n', "line 2: method must be POST and url one of"),
-        ("x\n", "line 1: not JSON"),
-        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n' * 2, "line 2: custom_id 'a' is there twice"),
+        (b"{}\n", "line 1: custom_id must be a text; body must be an object; url must be one of /v1/chat/completions, /v1/completions"),
+        (b'\n{"custom_id": "a", "url": "/v1/embeddings", "body": {}}\n', "line 2: url must be one of /v1/chat"),
+        (b"x\n[]\n", "line 1: not JSON: Expecting value"),
+        (b"\n\n", "in.jsonl has no request\n"),
     ):
-        source.write_text(content)
+        source.write_bytes(content)
         refused = pagecast("batch", str(source), "--executor", "oracle")
-        assert refused.returncode == 2 and complaint in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and complaint in refused.stderr and len(refused.stderr.splitlines()) == 1, refused.stderr
+        assert not (tmp_path / "in.output.jsonl").exists()
     missing = pagecast("batch", str(tmp_path / "nothing.jsonl"))
     assert missing.returncode == 2 and missing.stderr.endswith("nothing.jsonl: No such file or directory\n")
+
+
+GOOD = {"method": "POST", "url": "/v1/completions", "body": {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True}}
+BAD: list[tuple[bytes, str | None, str, str | None, str]] = [
+    (b"{", None, "invalid_json_line", None, "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    (b'"\xff"', None, "invalid_json_line", None, "not UTF-8 text"),
+    (b"[]", None, "invalid_json_line", None, "not a JSON object"),
+    (json.dumps(GOOD).encode(), None, "missing_required_parameter", "custom_id", "custom_id must be a text"),
+    (json.dumps(GOOD | {"custom_id": 7}).encode(), None, "invalid_value", "custom_id", "custom_id must be a text"),
+    (json.dumps(GOOD | {"custom_id": "u", "url": "/v1/embeddings"}).encode(), "u", "invalid_value", "url",
+     "url must be one of /v1/chat/completions, /v1/completions"),
+    (json.dumps(GOOD | {"custom_id": "m", "method": "GET", "body": 3}).encode(), "m", "invalid_value", "body",
+     "body must be an object; method must be POST"),
+    (json.dumps(GOOD | {"custom_id": "s", "body": {"prompt": "x", "stream": True}}).encode(), "s", "invalid_value", "body.stream",
+     "body.stream makes no sense in a batch"),
+    (json.dumps(GOOD | {"custom_id": "a"}).encode(), "a", "duplicate_custom_id", "custom_id", "custom_id 'a' is that of line 1 too"),
+]  # fmt: skip
+
+
+def test_bad_lines_have_errors_in_the_output_and_the_others_are_answered(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "in.output.jsonl"
+    good = [json.dumps(GOOD | {"custom_id": name}).encode() for name in "ab"]
+    source.write_bytes(b"\n".join([good[0], *(line for line, *_ in BAD), b"", good[1]]))
+    done = pagecast("batch", str(source), "--executor", "oracle")
+    assert done.returncode == 1 and "11 requests, 0 answered before, 2 now, 9 failed" in done.stdout, done.stdout + done.stderr
+    assert f"{source}, line 2: not JSON" in done.stderr and "1 more lines cannot be asked" in done.stderr
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    errors = [line for line in lines if line["response"] is None]
+    for number, ((_, custom_id, code, param, message), found) in enumerate(zip(BAD, errors, strict=True), 2):
+        assert found["custom_id"] == custom_id and found["id"].startswith("batch_req_")
+        assert found["error"] == {"code": code, "message": f"line {number}: {message}", "param": param, "line": number}
+    answers = {line["custom_id"]: line for line in lines if line["error"] is None}
+    assert answers.keys() == {"a", "b"} and all(answer["response"]["status_code"] == 200 for answer in answers.values())
+
+    output.chmod(0o640)
+    source.write_bytes(b"\n".join([*good, b"{", json.dumps(GOOD | {"custom_id": "u"}).encode()]))  # most is mended
+    again = pagecast("batch", str(source), "--executor", "oracle")
+    assert again.returncode == 1 and "4 requests, 2 answered before, 1 now, 1 failed" in again.stdout, again.stdout + again.stderr
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == [*answers, None, "u"] and lines[2]["error"]["line"] == 3
+    assert lines[:2] == list(answers.values()) and output.stat().st_mode & 0o777 == 0o640
 
 
 def test_one_line_cannot_end_a_batch_nor_be_cut_in_two(tmp_path: Path) -> None:

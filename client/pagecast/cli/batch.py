@@ -6,7 +6,10 @@ Every line goes through the HTTP gateway's own application, without a socket: wh
 import argparse
 import asyncio
 import json
+import os
 import secrets
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +39,8 @@ PATIENCE_S = 120.0
 MOST_ATTEMPTS = 8
 """At a line whose answer the server could not bring to its end."""
 _OF_THE_LINE = ("worker_lost", "queue_time_exceeded")
+MOST_TOLD = 8
+"""Bad lines of an input that are named on the terminal."""
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -56,6 +61,30 @@ class Task:
     custom_id: str
     url: str
     body: dict[str, Any]
+
+
+Fault = tuple[str | None, str, str]
+"""The field, OpenAI's word for what is wrong with it, and the same as a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line of the input that cannot be asked. custom_id: None where it has none."""
+
+    number: int
+    custom_id: str | None
+    faults: list[Fault]
+
+    @property
+    def message(self) -> str:
+        """What is wrong with it."""
+        return "; ".join(text for _, _, text in self.faults)
+
+    def answer(self) -> dict[str, Any]:
+        """Its line of the output, as OpenAI writes those of requests that reached no endpoint."""
+        param, code, _ = self.faults[0]
+        error = {"code": code, "message": f"line {self.number}: {self.message}", "param": param, "line": self.number}
+        return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": self.custom_id, "response": None, "error": error}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,78 +114,126 @@ def run(args: argparse.Namespace) -> int:
     elif any((args.tls, args.ca, args.cert, args.key, args.server_name, args.token_file)):
         args.usage_error("--tls, --ca, --cert, --key, --server-name and --token-file go with --target")
     source = Path(args.file)
-    tasks = read_tasks(source)
+    tasks, bad = read_tasks(source)
     output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
-    if not tasks:
-        raise BadBatch(f"{source} has no request")
     done = answered(output)
     left = [task for task in tasks if task.custom_id not in done]
-    if left:
-        with _opened(output) as sink, cluster_of(args, access) as target:
-            asyncio.run(answer_all(left, Server(target, **access), sink, args.concurrency, len(tasks)))
-    failed = sum(status != 200 for status in answered(output).values())
-    print(f"{len(tasks)} requests, {len(done)} answered before, {len(left)} now, {failed} failed; written to {output}")
+    with _opened(output) as sink:
+        for line in bad:
+            sink.write(_text(line.answer()) + "\n")
+        sink.flush()
+        _complain(source, bad)
+        if left:
+            with cluster_of(args, access) as target:
+                asyncio.run(answer_all(left, Server(target, **access), sink, args.concurrency, len(tasks)))
+    failed = sum(status != 200 for status in read_answers(output)[0].values()) + len(bad)
+    print(f"{len(tasks) + len(bad)} requests, {len(done)} answered before, {len(left)} now, {failed} failed; written to {output}")
     return 1 if failed else 0
 
 
-def read_tasks(source: Path) -> list[Task]:
-    """Every line of the input. Raises BadBatch naming the first line that is no request, or that repeats an id."""
+def _complain(source: Path, bad: list[BadLine]) -> None:
+    """Of many bad lines the output has the rest."""
+    for line in bad[:MOST_TOLD]:
+        print(f"pagecast batch: {source}, line {line.number}: {line.message}", file=sys.stderr)
+    if len(bad) > MOST_TOLD:
+        print(f"pagecast batch: {source}: {len(bad) - MOST_TOLD} more lines cannot be asked", file=sys.stderr)
+
+
+def read_tasks(source: Path) -> tuple[list[Task], list[BadLine]]:
+    """Every request of the input, and what is wrong with the other lines: one of them spoils none of the rest. Raises BadBatch where no
+    line can be asked."""
     tasks: list[Task] = []
-    seen: set[str] = set()
+    bad: list[BadLine] = []
+    lines_of: dict[str, int] = {}
     try:
-        lines = source.read_text("utf-8").split("\n")  # splitlines also cuts at characters that JSON's texts may hold
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadBatch(f"cannot read {source}: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}") from None
+        lines = source.read_bytes().split(b"\n")  # splitlines also cuts at characters that JSON's texts may hold
+    except OSError as error:
+        raise BadBatch(f"cannot read {source}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        task = _task(line, f"{source}, line {number}")
-        if task.custom_id in seen:
-            raise BadBatch(f"{source}, line {number}: custom_id {task.custom_id!r} is there twice")
-        seen.add(task.custom_id)
-        tasks.append(task)
-    return tasks
+        task, faults = _task(line)
+        if task is not None and (first := lines_of.setdefault(task.custom_id, number)) != number:
+            faults.append(("custom_id", "duplicate_custom_id", f"custom_id {task.custom_id!r} is that of line {first} too"))
+        if faults or task is None:
+            bad.append(BadLine(number, None if task is None else task.custom_id, faults))
+        else:
+            tasks.append(task)
+    if not tasks:
+        why = f": line {bad[0].number}: {bad[0].message}" if bad else ""
+        raise BadBatch(f"{source} has no request{why}")
+    return tasks, bad
 
 
-def _task(line: str, where: str) -> Task:
+def _task(line: bytes) -> tuple[Task | None, list[Fault]]:
+    """The request of a line and what is wrong with it; None where not even its custom_id is known."""
     try:
-        given = json.loads(line)
+        given = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return None, [(None, "invalid_json_line", "not UTF-8 text")]
     except (ValueError, RecursionError) as error:
-        raise BadBatch(f"{where}: not JSON: {error}") from None
-    if not isinstance(given, dict) or not isinstance(given.get("custom_id"), str) or not isinstance(given.get("body"), dict):
-        raise BadBatch(f"{where}: needs custom_id, a text, and body, an object")
-    if given.get("method", "POST") != "POST" or given.get("url") not in URLS:
-        raise BadBatch(f"{where}: method must be POST and url one of {', '.join(URLS)}")
-    if given["body"].get("stream"):
-        raise BadBatch(f"{where}: body.stream makes no sense in a batch")
-    return Task(given["custom_id"], given["url"], given["body"])
+        return None, [(None, "invalid_json_line", f"not JSON: {error}")]
+    if not isinstance(given, dict):
+        return None, [(None, "invalid_json_line", "not a JSON object")]
+    faults: list[Fault] = []
+    for name, kind, word in (("custom_id", str, "a text"), ("body", dict, "an object")):
+        if not isinstance(given.get(name), kind):
+            faults.append((name, "invalid_value" if name in given else "missing_required_parameter", f"{name} must be {word}"))
+    if given.get("method", "POST") != "POST":
+        faults.append(("method", "invalid_value", "method must be POST"))
+    if given.get("url") not in URLS:
+        faults.append(("url", "invalid_value" if "url" in given else "missing_required_parameter", f"url must be one of {', '.join(URLS)}"))
+    custom_id, body = given.get("custom_id"), given.get("body")
+    if isinstance(body, dict) and body.get("stream"):
+        faults.append(("body.stream", "invalid_value", "body.stream makes no sense in a batch"))
+    if not isinstance(custom_id, str):
+        return None, faults
+    return Task(custom_id, str(given.get("url")), body if isinstance(body, dict) else {}), faults
 
 
 def answered(output: Path) -> dict[str, int]:
-    """Status of every answer in the output so far. A last line that was cut off by a crash is taken away.
+    """Status of every answer in the output so far. A last line that was cut off by a crash is taken away, and so are the complaints about
+    lines of an input before, which may have been mended.
 
     Raises BadBatch for a file that holds anything else."""
+    found, kept = read_answers(output)
+    if kept is not None:
+        target = Path(os.path.realpath(output))
+        draft = target.with_name(f"{target.name}.new")
+        try:
+            draft.write_bytes(kept)
+            shutil.copymode(target, draft)
+            os.replace(draft, target)
+        except OSError as error:
+            raise BadBatch(f"cannot write {output}: {error.strerror}") from None
+    return found
+
+
+def read_answers(output: Path) -> tuple[dict[str, int], bytes | None]:
+    """Status of every answer by custom_id, and what the file should hold instead, if it holds more. Raises as `answered` does."""
     try:
         text = output.read_bytes()
     except FileNotFoundError:
-        return {}
+        return {}, None
     except OSError as error:
         raise BadBatch(f"cannot read {output}: {error.strerror}") from None
     whole = text[: text.rfind(b"\n") + 1]
+    rest = text[len(whole) :]
     found: dict[str, int] = {}
-    for number, line in enumerate(whole.splitlines(), 1):
+    kept: list[bytes] = []
+    for number, line in enumerate(whole.splitlines(keepends=True), 1):
         try:
             answer = json.loads(line)
+            if answer["response"] is None and "line" in answer["error"]:
+                continue
             found[answer["custom_id"]] = answer["response"]["status_code"]
         except (ValueError, KeyError, TypeError):
             raise BadBatch(f"{output}, line {number}: not an answer of a batch; name another file with --output") from None
-    if len(whole) != len(text):
-        rest = text[len(whole) :]
-        if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
-            raise BadBatch(f"{output}: its end is not an answer of a batch; name another file with --output")
-        with output.open("r+b") as file:
-            file.truncate(len(whole))
-    return found
+        kept.append(line)
+    if not (rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest)):
+        raise BadBatch(f"{output}: its end is not an answer of a batch; name another file with --output")
+    told = b"".join(kept)
+    return found, None if told == text else told
 
 
 def _opened(output: Path) -> IO[str]:
