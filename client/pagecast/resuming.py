@@ -67,6 +67,8 @@ class Asking:
 class _Sequence:
     next_offset: int = 0
     text_bytes: int = 0
+    reasoning_bytes: int = 0
+    tool_call_bytes: int = 0
     is_finished: bool = False
 
 
@@ -119,7 +121,10 @@ class Position:
         if not self._resumes:
             return None
         cursors = [
-            pb.SequenceCursor(sequence_index=index, next_token_offset=known.next_offset, text_bytes=known.text_bytes)
+            pb.SequenceCursor(
+                sequence_index=index, next_token_offset=known.next_offset, text_bytes=known.text_bytes,
+                reasoning_bytes=known.reasoning_bytes, tool_call_bytes=known.tool_call_bytes,
+            )
             for index, known in sorted(self._sequences.items())
         ]
         return pb.ResumeStreamRequest(request_id=self.request_id, cursors=cursors, delivery=self.request.delivery)
@@ -136,6 +141,8 @@ class Position:
             known = self._sequences.setdefault(event.tokens.sequence_index, _Sequence())
             known.next_offset = event.tokens.first_token_offset + max(event.tokens.num_tokens, len(event.tokens.token_ids))
             known.text_bytes += len(event.tokens.text.encode())
+            known.reasoning_bytes += len(event.tokens.reasoning_text.encode())
+            known.tool_call_bytes += sum(len(call.name.encode()) + len(call.arguments.encode()) for call in event.tokens.tool_calls)
         elif kind == "sequence_finished":
             known = self._sequences.setdefault(event.sequence_finished.sequence_index, _Sequence())
             if known.is_finished:

@@ -1,5 +1,6 @@
 """What a stream that is taken up again repeats, the caller does not see again."""
 
+from pagecast.errors import Unavailable
 from pagecast.resuming import Position
 from pagecast.v1 import generation_pb2 as pb
 
@@ -21,3 +22,17 @@ def test_records_of_the_prompt_are_told_once_however_they_are_cut() -> None:
 def test_the_last_positions_alone_need_not_begin_at_the_first() -> None:
     position = Position.of(pb.GenerateStreamRequest(), None, True)
     assert [position.take(event) is not None for event in (prompt(20, 4), prompt(20, 4), prompt(22, 3))] == [True, False, True]
+
+
+def test_a_resume_says_how_much_the_caller_has_of_every_part() -> None:
+    position = Position.of(pb.GenerateStreamRequest(), None, True)
+    calls = [pb.ToolCallDelta(index=0, id="c", name="größe", arguments='{"a"'), pb.ToolCallDelta(index=0, arguments=": 1}")]
+    parts = [{"text": "ü"}, {"reasoning_text": "hm €"}, {"tool_calls": calls}, {"text": "a", "reasoning_text": " "}]
+    for at, part in enumerate(parts):
+        position.take(pb.StreamEvent(seq=at + 1, tokens=pb.TokensEvent(sequence_index=2, first_token_offset=3 * at, num_tokens=3, **part)))
+    broken = Unavailable("UNAVAILABLE", "gone")
+    assert position.wait_after(broken) >= 0
+    resume = position.resume_request()
+    assert resume is not None
+    wanted = pb.SequenceCursor(sequence_index=2, next_token_offset=12, text_bytes=3, reasoning_bytes=7, tool_call_bytes=15)
+    assert list(resume.cursors) == [wanted]

@@ -59,6 +59,8 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "no calls < here <tool", "no calls < here <tool", []),
     ("hermes", "<tool_call>nothing", "<tool_call>nothing", []),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+    ("hermes", '<tool_call>\n{"name": "add", "argume{"a": 1}', '<tool_call>\n{"name": "add", "argume{"a": 1}', [("add", "")]),
+    ("llama3_json", '{"parameters": {"a": 1}, "name": "add"}', '{"parameters": {"a": 1}, "name": "add"}', []),
     ("llama3_json", f'{{"name": "get_weather", "parameters": {JSON}}}; {{"name": "add", "parameters": {{"a": 1}}}}', "", BOTH),
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}', "", BOTH[1:]),
     ("llama3_json", '{"city": "Rome"}', '{"city": "Rome"}', []),

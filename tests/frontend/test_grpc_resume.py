@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend import delivery
+from pagecast_scheduler.frontend.chat import compile_template
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer
 from pagecast_wire.control import Attach, CancelReport, CancelRequests, Leave
 from pagecast_wire.intake import Abort, Pause, Rejected, RejectReason, ServingState, StopAt, Submit
@@ -85,6 +86,35 @@ async def test_text_that_the_reader_has_beyond_its_tokens_is_not_repeated(rig: R
         assert (got, text) == ([], rest) and events[-1].completed.usage.output_tokens == 4
         rig.scheduler.received.remove(attach)
     call.cancel()
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+@pytest.mark.parametrize(
+    ("written", "reasoning", "held"),
+    [("<think>\nso \n", "so", " \n"), ("<think>so</thi", "so", "</thi"), ("<think>so\n</thi", "so", "\n</thi")],
+)
+async def test_reasoning_that_the_end_releases_is_not_repeated(rig: Rig, written: str, reasoning: str, held: str, has_end: bool) -> None:
+    """A stream that breaks between its last tokens and the word of their end."""
+    rig.frontend.state.prompts.tokenizer.chat_template = compile_template("{{ messages[0].content }}{# <think> </think> #}")
+    ids = ids_of(written)
+    request = spec(request_id="r", output=pb.OutputOptions(parse_reasoning=True))
+    call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=request))
+    submit = await rig.scheduler.accept()
+    assert (await call.read()).event.WhichOneof("event") == "accepted"
+    end = finished(submit.key, len(ids))
+    await rig.scheduler.tokens(submit.key, 0, ids, *([end] if has_end else []))
+    have, num_tokens = "", 0
+    while num_tokens < len(ids) or (has_end and have != reasoning + held):
+        event = (await call.read()).event.tokens
+        have, num_tokens = have + event.reasoning_text, num_tokens + event.num_tokens
+    assert have == reasoning + (held if has_end else "")
+    call.cancel()
+    again = resume(rig, "r", pb.SequenceCursor(next_token_offset=len(ids), text_bytes=0, reasoning_bytes=len(have)))
+    attach = await rig.scheduler.next(Attach)
+    await rig.scheduler.attach(attach, submit, ids, end)
+    _, text, events = await collect(again)
+    have += "".join(event.tokens.reasoning_text for event in events if event.WhichOneof("event") == "tokens")
+    assert (have, text) == (reasoning + held, "")
 
 
 async def test_a_stop_text_found_on_resuming_ends_the_request(rig: Rig) -> None:

@@ -1876,25 +1876,42 @@ class SequenceCursor(_message.Message):
     SEQUENCE_INDEX_FIELD_NUMBER: _builtins.int
     NEXT_TOKEN_OFFSET_FIELD_NUMBER: _builtins.int
     TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    REASONING_BYTES_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_BYTES_FIELD_NUMBER: _builtins.int
     sequence_index: _builtins.int
     next_token_offset: _builtins.int
     """Offset of the first token wanted: all before it are there."""
     text_bytes: _builtins.int
     """UTF-8 bytes of text that the caller has. Absent: the text that the tokens before next_token_offset release."""
+    reasoning_bytes: _builtins.int
+    """The same of reasoning."""
+    tool_call_bytes: _builtins.int
+    """The same of tool calls: UTF-8 bytes of their names and arguments."""
     def __init__(
         self,
         *,
         sequence_index: _builtins.int = ...,
         next_token_offset: _builtins.int = ...,
         text_bytes: _builtins.int | None = ...,
+        reasoning_bytes: _builtins.int | None = ...,
+        tool_call_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_text_bytes", b"_text_bytes", "text_bytes", b"text_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reasoning_bytes", b"_reasoning_bytes", "_text_bytes", b"_text_bytes", "_tool_call_bytes", b"_tool_call_bytes", "reasoning_bytes", b"reasoning_bytes", "text_bytes", b"text_bytes", "tool_call_bytes", b"tool_call_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text_bytes", b"_text_bytes", "next_token_offset", b"next_token_offset", "sequence_index", b"sequence_index", "text_bytes", b"text_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reasoning_bytes", b"_reasoning_bytes", "_text_bytes", b"_text_bytes", "_tool_call_bytes", b"_tool_call_bytes", "next_token_offset", b"next_token_offset", "reasoning_bytes", b"reasoning_bytes", "sequence_index", b"sequence_index", "text_bytes", b"text_bytes", "tool_call_bytes", b"tool_call_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reasoning_bytes: _TypeAlias = _typing.Literal["reasoning_bytes"]  # noqa: Y015
+    _WhichOneofArgType__reasoning_bytes: _TypeAlias = _typing.Literal["_reasoning_bytes", b"_reasoning_bytes"]  # noqa: Y015
     _WhichOneofReturnType__text_bytes: _TypeAlias = _typing.Literal["text_bytes"]  # noqa: Y015
     _WhichOneofArgType__text_bytes: _TypeAlias = _typing.Literal["_text_bytes", b"_text_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__tool_call_bytes: _TypeAlias = _typing.Literal["tool_call_bytes"]  # noqa: Y015
+    _WhichOneofArgType__tool_call_bytes: _TypeAlias = _typing.Literal["_tool_call_bytes", b"_tool_call_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning_bytes) -> _WhichOneofReturnType__reasoning_bytes | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text_bytes) -> _WhichOneofReturnType__text_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_bytes) -> _WhichOneofReturnType__tool_call_bytes | None: ...
 
 Global___SequenceCursor: _TypeAlias = SequenceCursor  # noqa: Y015
 

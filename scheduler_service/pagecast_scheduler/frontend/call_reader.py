@@ -139,7 +139,8 @@ class CallReader:
                 yield
 
     def json_call(self, only_tools: bool = False) -> Steps:
-        """One object with name and arguments, streamed. Gives back None for a call, else the text taken, which is no call.
+        """One object with name and arguments, streamed. Gives back None for a call, else the text taken, which is no call, or was one for
+        which it turned out to be no object: what is told of that stays.
 
         only_tools: it counts as a call only if its first key is of a call and its name is one of `tools`.
         """
@@ -148,16 +149,16 @@ class CallReader:
             pending = self._finder.pending
             used = scanner.push(pending)
             self._finder.pending = pending[used:]
-            raw += pending[:used] if not is_called else ""
-            if not is_called and scanner.name is not None and (not only_tools or scanner.name in self.tools):
+            raw += pending[:used]
+            refused = only_tools and scanner.first_key not in (None, "name", "function", "type")
+            if not (is_called or refused) and scanner.name is not None and (not only_tools or scanner.name in self.tools):
                 is_called = True
                 self.call(scanner.name)
-            refused = only_tools and scanner.first_key not in (None, "name", "function", "type")
+            if is_called:
+                self.argue(scanner.take())
             refused = refused or (only_tools and scanner.name is not None and not is_called)
             if scanner.is_broken or refused or ((scanner.is_done or self._ended) and not is_called):
                 return raw
-            if is_called:
-                self.argue(scanner.take())
             if scanner.is_done or self._ended:
                 if scanner.is_done and not scanner.has_arguments:
                     self.argue("{}")

@@ -63,7 +63,8 @@ def cursors_of(request: Any) -> dict[int, Cursor]:
     for i, cursor in enumerate(request.cursors):
         if cursor.sequence_index in cursors:
             raise field_violation(f"cursors[{i}].sequence_index", f"must be given once each, not {cursor.sequence_index} twice")
-        cursors[cursor.sequence_index] = Cursor(cursor.next_token_offset, cursor.text_bytes if cursor.HasField("text_bytes") else None)
+        given = [getattr(cursor, name) if cursor.HasField(name) else None for name in ("text_bytes", "reasoning_bytes", "tool_call_bytes")]
+        cursors[cursor.sequence_index] = Cursor(cursor.next_token_offset, *given)
     return cursors
 
 

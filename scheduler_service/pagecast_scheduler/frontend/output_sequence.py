@@ -11,6 +11,7 @@ import msgspec
 
 from pagecast_scheduler.frontend.answer_parser import AnswerParser, ParsedText
 from pagecast_scheduler.frontend.detokenizer import Detokenizer
+from pagecast_scheduler.frontend.reader_fit import ReaderFit
 from pagecast_wire.intake import Finished, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason
 
@@ -46,8 +47,7 @@ class OutputSequence:
         self._parser = parser
         self._logprobs: list[TokenLogprobs] = []
         self._text: list[tuple[int, str]] = []  # (tokens up to the end of which it was released, text)
-        self._ahead = ""  # text that a resuming reader lacks although it has the tokens
-        self._bytes_to_drop = 0  # text that it has beyond its tokens
+        self._fit: ReaderFit | None = None  # what a resuming reader has
         self._keep: int | None = None
 
     @property
@@ -136,23 +136,13 @@ class OutputSequence:
         text = "".join(piece for _, piece in self._text[:released])
         del self._text[:released]
         parsed = self._parsed(text)
-        if self._ahead or self._bytes_to_drop:
-            parsed.text = self._fit_to_reader(parsed.text)
+        if self._fit is not None:
+            parsed = self._fit.next(parsed)
         return Output(first, ids, parsed, self._logprobs[first:end])
 
-    def skip(self, text_bytes: int | None) -> None:
-        """A resuming reader has all tokens received so far. text_bytes: how much text it has; None: what those tokens release."""
-        have = self.take().parsed.text.encode()
-        if text_bytes is not None:
-            self._ahead = have[text_bytes:].decode(errors="ignore")
-            self._bytes_to_drop = max(0, text_bytes - len(have))
-
-    def _fit_to_reader(self, text: str) -> str:
-        data = (self._ahead + text).encode()
-        dropped = min(len(data), self._bytes_to_drop)
-        self._ahead = ""
-        self._bytes_to_drop -= dropped
-        return data[dropped:].decode(errors="ignore")
+    def skip(self, text_bytes: int | None = None, reasoning_bytes: int | None = None, tool_call_bytes: int | None = None) -> None:
+        """A resuming reader has all tokens received so far. ..._bytes: how much of each it has; None: what those tokens release."""
+        self._fit = ReaderFit(self.take().parsed, text_bytes, reasoning_bytes, tool_call_bytes)
 
     def receive_earlier_logprobs(self, records: Sequence[TokenLogprobs]) -> None:
         """Records kept for a reader that resumes. There are none of tokens from before a scheduler was lost: NaN stands for them."""

@@ -79,10 +79,12 @@ def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[Out
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How much of a sequence a resuming reader has: tokens, and UTF-8 bytes of text where it says so."""
+    """How much of a sequence a resuming reader has: tokens, and UTF-8 bytes of text, reasoning and tool calls where it says so."""
 
     next_offset: int = 0
     text_bytes: int | None = None
+    reasoning_bytes: int | None = None
+    tool_call_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,10 @@ class RequestStream:
                 return False
             if sequence.receive(0, memoryview(column)[: 4 * cursor.next_offset]):
                 self._send(StopAt(key=self.key, sequence=index, keep=sequence.num_output_tokens))
-            sequence.skip(cursor.text_bytes)
+            if self.request.spec.want_text:
+                sequence.skip(cursor.text_bytes, cursor.reasoning_bytes, cursor.tool_call_bytes)
+            else:
+                sequence.skip()
             if cursor.next_offset and self.prompt_records is not None:
                 self.prompt_records.take()  # they come before the first token
         return True
