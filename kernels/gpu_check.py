@@ -27,6 +27,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 import compile_check  # noqa: E402
 import gpu_check_attention  # noqa: E402
+import row_variants  # noqa: E402
 from ops import paged_case  # noqa: E402
 
 from pagecast_kernels import bench_cases, configs, decode, elementwise, logprobs, norms, prefill, reference, rope, sampling  # noqa: E402
@@ -95,7 +96,7 @@ def compile_job(job: Job | None) -> str:
     compiled = compile_check.compile_only(90)
     try:
         if job is None:
-            for _, launch in compile_check.other_variants():
+            for _, launch in itertools.chain(row_variants.row_variants(torch.bfloat16), row_variants.step_variants()):
                 launch()
             return ""
         _launch_stand_in(job)

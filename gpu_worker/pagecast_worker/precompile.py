@@ -123,33 +123,13 @@ def start_precompilation(
         return None
 
 
-class _NamedGpu:
-    """What triton asks of a driver in order to compile."""
-
-    def __init__(self, arch: int) -> None:
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def note_launches(arch: int, processors: int) -> list[Callable[[], Any]]:
     """From here on a launch starts nothing. Returns the list of those that differ, to which they are added: each compiles its kernel."""
-    from triton.runtime import driver, jit
+    from triton.runtime import jit
 
-    from pagecast_kernels import configs
+    from pagecast_kernels import absent_gpu, configs
 
-    driver.set_active(_NamedGpu(arch))
-    configs.processors = lambda device: processors  # type: ignore[assignment]
-    configs.arch = lambda device: arch  # type: ignore[assignment]
+    absent_gpu.compile_for(arch, processors)
     configs.is_hopper = lambda device: arch == 90  # type: ignore[assignment]
     launch = jit.JITFunction.run
     seen: set[object] = set()

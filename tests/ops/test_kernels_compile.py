@@ -16,14 +16,18 @@ from pagecast_kernels import configs
 ROOT = Path(__file__).parents[2]
 
 
+def outside_the_interpreter(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a Python of these arguments says that finds the kernels and what checks them."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(ROOT / "kernels")
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=900)
+
+
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("arch", "only"), [(90, ""), (89, "paged"), (89, "float32"), (80, "paged"), (100, "paged")])
 def test_kernels_compile(arch: int, only: str) -> None:
     """All of them for Hopper, attention for every kind that there is a table for, all of float32 where programs may have least memory."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(ROOT / "kernels")
-    command = [sys.executable, str(ROOT / "kernels/compile_check.py"), "--arch", str(arch), "--only", only]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = outside_the_interpreter(str(ROOT / "kernels/compile_check.py"), "--arch", str(arch), "--only", only)
     assert done.returncode == 0 and "paged_prefill" in done.stdout, done.stdout + done.stderr
 
 
@@ -43,12 +47,15 @@ for name in sorted({kernel.metadata.name for kernel in compiled}):
 
 def test_where_a_batch_begins_in_memory_compiles_nothing_anew() -> None:
     """Else the kernels that are compiled ahead, for tensors without memory, are not the ones that a batch of one needs."""
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(ROOT / "kernels")
-    done = subprocess.run([sys.executable, "-c", ROWS_OF_A_TABLE], env=env, capture_output=True, text=True, timeout=600)
+    done = outside_the_interpreter("-c", ROWS_OF_A_TABLE)
     assert dict(line.split() for line in done.stdout.splitlines()) == {
         "_bound": "1", "_narrow": "1", "_choose": "1", "_finish_open_rows": "1",
     }, done.stdout + done.stderr  # fmt: skip
+
+
+def test_a_check_on_a_gpu_compiles_the_small_kernels_ahead_without_one() -> None:
+    done = outside_the_interpreter("-c", "import gpu_check; print(repr(gpu_check.compile_job(None)))")
+    assert done.stdout == "''\n", done.stdout + done.stderr
 
 
 def test_launches_are_smaller_where_there_is_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
