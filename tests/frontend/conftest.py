@@ -13,7 +13,7 @@ from frontend.fake_scheduler import FakeScheduler
 from google.rpc import error_details_pb2, status_pb2
 
 from pagecast.v1 import generation_pb2_grpc
-from pagecast_scheduler.frontend import authorizer, boundary, engine_client, generation, interceptor, main, reloading
+from pagecast_scheduler.frontend import authorizer, boundary, engine_client, generation, interceptor, main, reloading, scheduler_link
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.main import Frontend
@@ -119,7 +119,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         debug = info = warning = error = note
 
-    for module in (authorizer, boundary, engine_client, generation, interceptor, main, reloading):
+    for module in (authorizer, boundary, engine_client, generation, interceptor, main, reloading, scheduler_link):
         monkeypatch.setattr(module, "log", Book())
     return lines
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagecast.v1 import generation_pb2 as pb
-from pagecast_scheduler.frontend import engine_client, generation, streams
+from pagecast_scheduler.frontend import engine_client, generation, scheduler_link, streams
 from pagecast_scheduler.frontend.config import FrontendConfig, check
 from pagecast_scheduler.frontend.errors import Reason
 from pagecast_scheduler.frontend.namespace import derive, load_key
@@ -142,7 +142,7 @@ async def test_a_stop_of_the_front_end_itself_is_no_fault_of_a_reader(rig: Rig, 
     """A write is stuck while the process stands still for longer than any reader or scheduler may be silent."""
     ticks, ahead_s = asyncio.Semaphore(0), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
-    for module in (engine_client, generation, streams):
+    for module in (engine_client, generation, scheduler_link, streams):
         monkeypatch.setattr(module, "time", clock)
     watch, writes = streams.RequestStream.watch, [None, None]
 
@@ -287,7 +287,7 @@ async def test_a_silent_scheduler_is_not_serving_and_a_lost_one_ends_its_streams
     await call.read()
     await call.read()
     await rig.scheduler.close()
-    monkeypatch.setattr(engine_client, "SILENT_AFTER_S", 0.5)
+    monkeypatch.setattr(scheduler_link, "SILENT_AFTER_S", 0.5)
     async with asyncio.timeout(20):
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -110,7 +110,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         call.request_id = checked_request_id(request.request_id, limits.max_request_id_length)
         attach = Attach(0, call.principal.name, call.request_id)
         prepared, sequences = unknown_yet(attach, call.principal)
-        stream = RequestStream(prepared, sequences, self._engine.send, True, delivery, attach, cursors_of(request))
+        stream = RequestStream(prepared, sequences, self._engine.link.send, True, delivery, attach, cursors_of(request))
         self._engine.open(stream, attach)
         await self._answer(stream, pb.ResumeStreamResponse, context)
 
@@ -175,7 +175,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _open(self, prepared: PreparedRequest, is_streaming: bool, delivery: Delivery) -> RequestStream:
         """Submits. From here to the handler's `finally` there is no await, so an opened stream is always finished."""
         sequences = output_sequences(prepared, self._state.prompts.tokenizer)
-        stream = RequestStream(prepared, sequences, self._engine.send, is_streaming, delivery)
+        stream = RequestStream(prepared, sequences, self._engine.link.send, is_streaming, delivery)
         self._engine.open(stream, prepared.submit)
         return stream
 

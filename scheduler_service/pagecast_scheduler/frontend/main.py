@@ -145,8 +145,8 @@ class Frontend:
         now = loop.time()
         guards = self._guards
         self._pulse.beat()
-        self._rounds_unheard += not self._engine.has_dialled
-        if self._rounds_unheard == TELL_AFTER and not self._engine.has_dialled:
+        self._rounds_unheard += not self._engine.link.has_dialled
+        if self._rounds_unheard == TELL_AFTER and not self._engine.link.has_dialled:
             log.warning("waiting for the scheduler", run_dir=str(self._run_dir))
         guards.metrics.loop_lag(now - due)
         if guards.certificates is not None:
