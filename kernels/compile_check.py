@@ -26,6 +26,7 @@ from attention_variants import (
     latent_variants,
     shared_variants,
 )
+from few_rows_variants import few_rows_variants
 from one_row_variants import rotating_variants
 from product_variants import expert_variants, quantized_expert_variants, quantized_variants, wide_expert_variants
 from row_variants import all_reduce_variants, row_variants, shard_variants, step_variants
@@ -71,7 +72,7 @@ def main() -> int:
     args = parser.parse_args()
     compiled = compile_only(args.arch)
     bad = 0
-    kinds = (hopper_variants, hopper_byte_variants, latent_hopper_variants, wide_expert_variants, rotating_variants)
+    kinds = (hopper_variants, hopper_byte_variants, latent_hopper_variants, wide_expert_variants, rotating_variants, few_rows_variants)
     hopper = [variant for kind in kinds for variant in kind()] if args.arch == 90 else []
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()
@@ -93,7 +94,7 @@ def main() -> int:
         for kernel in compiled:
             used = usage(kernel)
             allowed = FLOAT32_STACK if "float32" in name else MEASURED_STACK.get(name, 0)
-            spilled = used["stack"] > allowed and any(kind in name for kind in ("paged", "mixture", "heads"))
+            spilled = used["stack"] > allowed and any(kind in name for kind in ("paged", "mixture", "heads", "few_rows"))
             rounds = ".tf32" in kernel.asm["ptx"]
             large = used["shared"] > configs.shared_memory_of(args.arch)
             bad += spilled or large or rounds

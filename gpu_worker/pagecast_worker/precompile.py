@@ -36,7 +36,7 @@ MOST_PROCESSES = 12
 WAIT_SECONDS = 60.0
 LONGEST = (
     "_wide_experts", "_finish_open_rows", "_paged_prefill_hopper", "_paged_decode", "_narrow", "_decode_flat", "_decode_hopper",
-    "_decode_hopper_bytes", "_attend_prefix",
+    "_decode_hopper_bytes", "_attend_prefix", "_few_rows",
 )  # fmt: skip
 """Kernels that take several times as long to compile as others, longest first: 2.6 to 0.6 s of processor time, where others take 0.2."""
 _NUMBER = 2  # bytes that name a kernel to a process
@@ -64,8 +64,10 @@ class Precompilation:
             "quantization": config.quantization, "scheme": None if scheme is None else dataclasses.asdict(scheme),
             "kv_cache_dtype": config.kv_cache_dtype, "batch_invariant": config.batch_invariant, "fold_norms": config.fold_norms,
             "arch": properties.major * 10 + properties.minor, "processors": properties.multi_processor_count,
+            "device_name": properties.name,
         }  # fmt: skip
-        sources = b"".join(path.read_bytes() for path in sorted(Path(str(pagecast_kernels.__file__)).parent.glob("*.py")))
+        folder = Path(str(pagecast_kernels.__file__)).parent
+        sources = b"".join(path.read_bytes() for path in sorted([*folder.glob("*.py"), *folder.glob("tables/*.json")]))
         digest = hashlib.sha256(json.dumps([request, triton.__version__]).encode() + sources).hexdigest()
         self._done = Path(triton.knobs.cache.dir) / f"{MARK}{digest[:32]}"
         self._began = time.monotonic()
@@ -184,6 +186,7 @@ def _quantize(model: "Decoder", request: dict[str, Any]) -> torch.dtype:
 @torch.inference_mode()
 def launch_all(request: dict[str, Any]) -> None:
     """Every launch that the start of a worker makes, on tensors without memory."""
+    from pagecast_kernels import products
     from pagecast_worker.backend import cuda_operators, fold_norms
     from pagecast_worker.batch_state import BatchState
     from pagecast_worker.graphs import buckets, sizes_of_sharing, warm_sizes
@@ -206,6 +209,7 @@ def launch_all(request: dict[str, Any]) -> None:
     kv_dtype = _quantize(model, request)
     cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, kv_dtype)
     fold_norms(config, model)  # type: ignore[arg-type]
+    products.prepare_ours(request["device_name"], device)
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     rules = TokenRules(config.max_num_seqs, shape.vocab_size, device)
     logits = logits_of_a_step(config.max_num_seqs, model)
@@ -227,6 +231,7 @@ def launch_all(request: dict[str, Any]) -> None:
     if shape.experts is not None or model.folded:  # whose launches go by how many tokens there are, in graphs or not
         for power in range(request["max_num_batched_tokens"].bit_length()):
             prefill_step(worker, 1 << power, 1 << power, 1, whole=True)
+    products.launch_ours()
 
 
 def build_launcher(kernel: Any) -> None:

@@ -1,21 +1,32 @@
-"""Which algorithm of cuBLASLt a product takes, as measured by `pagecast bench kernels --tune` and kept in tables/ in this package.
+"""Which algorithm of cuBLASLt or launch of `few_rows` a product takes, as measured by `pagecast bench kernels --tune` and kept in tables/
+in this package.
 
 A table belongs to one kind of GPU and one version of the library; elsewhere torch's own choice stays. Between two measured numbers of
 rows the larger one's algorithm is taken; below half of the smallest and above the largest, torch's choice stays too.
 """
 
 import bisect
+import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagecast_kernels import configs, few_rows
 from pagecast_kernels.cublaslt import Algorithm, BlasError, Library, Problem, Product
+from pagecast_kernels.few_rows import FewRows, Workspace
 
 FOLDER = Path(__file__).parent / "tables"
+Choice = Algorithm | FewRows | None
+"""An algorithm of the library's, a launch of our own, or torch's choice where that was as fast."""
+Run = Callable[[Tensor, Tensor, Tensor], object]
+"""A product: input, weight, output."""
+Entries = Mapping[tuple[str, int, int], Mapping[int, Choice]]
+"""For (dtype, columns, depth) what was found, by measured numbers of rows."""
 
 
 def path(device_name: str) -> Path:
@@ -24,20 +35,20 @@ def path(device_name: str) -> Path:
 
 
 class ProductTable:
-    """Algorithms by shape and rows, and the products made of them so far."""
+    """Choices by shape and rows, and the products made of them so far."""
 
-    def __init__(self, lib: Library, entries: Mapping[tuple[str, int, int], Mapping[int, Algorithm | None]]) -> None:
-        """entries: for (dtype, columns, depth) the measured numbers of rows; None where torch's choice was as fast."""
-        self._lib = lib
+    def __init__(self, lib: Library | None, entries: Entries, scratch: Workspace | None = None) -> None:
+        """lib: None where its algorithms are not to be run. scratch: for launches of our own, if there are any."""
+        self._lib, self._scratch = lib, scratch
         self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
-        self._made: dict[tuple[bool, int, int, int, torch.dtype], Product | None] = {}
+        self._made: dict[tuple[bool, int, int, int, torch.dtype], Run | None] = {}
 
-    def measured(self, columns: int, depth: int, dtype: torch.dtype) -> Mapping[int, Algorithm | None]:
+    def measured(self, columns: int, depth: int, dtype: torch.dtype) -> Mapping[int, Choice]:
         """What was found for weights of this shape, by rows."""
         return self._entries.get((str(dtype), columns, depth), ([], {}))[1]
 
-    def algorithm(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Algorithm | None:
-        """The one to take, if the library can run it; None where torch's choice stays."""
+    def choice(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Choice:
+        """The one to take, if it can be run; None where torch's choice stays."""
         measured, by_rows = self._entries.get((str(dtype), columns, depth), ([], {}))
         place = bisect.bisect_left(measured, rows)
         return by_rows[measured[place]] if place < len(measured) and rows >= measured[0] // 2 else None
@@ -63,19 +74,40 @@ class ProductTable:
             return None
         return residual
 
-    def _product(self, add: bool, x: Tensor, weight: Tensor) -> Product | None:
+    def launch_ours(self) -> None:
+        """Every launch of our own for the weights that there were products with so far, by however many rows, on tensors without memory."""
+        for add, columns, depth, dtype in dict.fromkeys((key[0], *key[2:]) for key in self._made):
+            x, weight, out = (
+                torch.empty(shape, dtype=dtype, device="meta")
+                for shape in ((few_rows.MOST_ROWS, depth), (columns, depth), (few_rows.MOST_ROWS, columns))
+            )
+            for rows in {*self.measured(columns, depth, dtype), few_rows.ROWS}:
+                if isinstance(self.choice(rows, columns, depth, dtype), FewRows):
+                    (self.linear_add if add else self.linear)(x[:rows], weight, out[:rows])
+
+    def _product(self, add: bool, x: Tensor, weight: Tensor) -> Run | None:
         key = (add, x.shape[0], *weight.shape, x.dtype)
         if key not in self._made:
-            self._made[key] = self._make(*key)
+            self._made[key] = self._make(*key, weight)
         return self._made[key] if x.is_contiguous() else None
 
-    def _make(self, add: bool, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Product | None:
-        algorithm = self.algorithm(rows, columns, depth, dtype)
-        if algorithm is None:
+    def _make(self, add: bool, rows: int, columns: int, depth: int, dtype: torch.dtype, weight: Tensor) -> Run | None:
+        choice = self.choice(rows, columns, depth, dtype)
+        if isinstance(choice, FewRows):
+            fits = few_rows.fits(choice, rows, columns, depth, configs.processors(weight.device))
+            return few_rows_run(choice, self._scratch, add) if self._scratch is not None and fits and few_rows.suits(weight) else None
+        if choice is None or self._lib is None:
             return None
         problem = Problem(self._lib, rows, columns, depth, dtype)
-        algo = problem.algo(algorithm)
+        algo = problem.algo(choice)
         return None if algo is None else Product(self._lib, problem, algo, add=add)
+
+
+def few_rows_run(config: FewRows, scratch: Workspace, add: bool = False) -> Run:
+    """A product by a launch of our own."""
+    from pagecast_kernels import few_rows_hopper  # Gluon, which only Hopper needs
+
+    return functools.partial(few_rows_hopper.launch, work=scratch, config=config, add=add)
 
 
 def load(device: torch.device, library: Library | None = None) -> ProductTable | None:
@@ -83,25 +115,55 @@ def load(device: torch.device, library: Library | None = None) -> ProductTable |
     file = path(torch.cuda.get_device_name(device))
     if not file.exists():
         return None
-    stored = json.loads(file.read_text())
+    kept = json.loads(file.read_text())
     try:
         lib = library or Library(device)
     except (OSError, BlasError):
         return None
-    if lib.version != stored["library"]:
+    if lib.version != kept["library"]:
         return None
-    return ProductTable(lib, parsed(stored["products"]))
+    entries = parsed(kept["products"])
+    return ProductTable(lib, entries, scratch_for(entries, device))
 
 
-def parsed(products: Mapping[str, Mapping[str, list[str] | None]]) -> dict[tuple[str, int, int], dict[int, Algorithm | None]]:
-    """The entries of a table's JSON: {"bfloat16 N K": {rows: eight hexadecimal words, or null}}."""
-    entries = {}
+def few_rows_only(device_name: str, device: torch.device) -> ProductTable | None:
+    """What of the table for a GPU of this name needs no library, to see its launches where the GPU is not; None where there is nothing."""
+    file = path(device_name)
+    entries = parsed(json.loads(file.read_text())["products"]) if file.exists() else {}
+    scratch = scratch_for(entries, device)
+    return None if scratch is None else ProductTable(None, entries, scratch)
+
+
+def scratch_for(entries: Entries, device: torch.device) -> Workspace | None:
+    """Scratch memory for the launches of our own among choices, if there are any."""
+    ours = any(isinstance(choice, FewRows) for by_rows in entries.values() for choice in by_rows.values())
+    return few_rows.workspace(device) if ours else None
+
+
+def parsed(products: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, int, int], dict[int, Choice]]:
+    """The entries of a table's JSON: {"bfloat16 N K": {rows: eight hexadecimal words, {"few_rows": a launch}, or null}}. Raises ValueError
+    where a launch is none."""
+    entries: dict[tuple[str, int, int], dict[int, Choice]] = {}
     for name, by_rows in products.items():
         dtype, columns, depth = name.split()
-        entries[f"torch.{dtype}", int(columns), int(depth)] = {
-            int(rows): tuple(int(word, 16) for word in words) if words else None for rows, words in by_rows.items()
-        }
+        entries[f"torch.{dtype}", int(columns), int(depth)] = {int(rows): _parsed(name, rows, kept) for rows, kept in by_rows.items()}
     return entries
+
+
+def _parsed(name: str, rows: str, kept: Any) -> Choice:
+    if not isinstance(kept, dict):
+        return tuple(int(word, 16) for word in kept) if kept else None
+    try:
+        return FewRows(**kept["few_rows"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"table of products, {name}, {rows} rows: {kept} is no launch: {error}") from None
+
+
+def stored(choice: Choice) -> Any:
+    """A choice as a table's JSON holds it."""
+    if isinstance(choice, FewRows):
+        return {"few_rows": dataclasses.asdict(choice)}
+    return [f"{word:x}" for word in choice] if choice else None
 
 
 def write(file: Path, device_name: str, version: int, products: Mapping[str, Any], note: Mapping[str, Any]) -> None:

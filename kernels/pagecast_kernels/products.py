@@ -1,5 +1,5 @@
-"""The product of a layer by whatever is fastest for its number of rows: ours for one, else a library's, by an algorithm that we measured
-or that it guesses."""
+"""The product of a layer by whatever is fastest for its number of rows: ours for one, else ours or a library's by what we measured, or a
+library's by what it guesses."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,22 @@ _table: product_table.ProductTable | None = None
 
 
 def prepare(device: torch.device) -> bool:
-    """Take the measured algorithms for this device, if there are any, and the scratch memory they share. Once, before any graph.
-    Whether there are any."""
+    """Take what was measured for this device, if anything, and the scratch memory they share. Once, before any graph. Whether there is."""
     global _table
     _table = product_table.load(device)
     return _table is not None
+
+
+def prepare_ours(device_name: str, device: torch.device) -> None:
+    """Take of what was measured for a GPU of this name the launches of our own: where kernels are compiled that are to run there."""
+    global _table
+    _table = product_table.few_rows_only(device_name, device)
+
+
+def launch_ours() -> None:
+    """After prepare_ours, and a step or more: whatever products of ours these weights may have."""
+    if _table is not None:
+        _table.launch_ours()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""`pagecast bench kernels --tune … --in-step`: which algorithms are the fastest together, in decode steps on a hot chip.
+"""`pagecast bench kernels --tune … --in-step`: which products are the fastest together, in decode steps on a hot chip.
 
 A chip that is held to its power takes the clock that this leaves it: on an H200 one kernel needed 83.8 us cool and 95.4 us hot, and a table
 with 7 % less for each product alone took 1 % off all products of a step. What needs less energy may win in a step where it loses alone. So
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagecast_kernels import bench_cases, cublaslt, tune_products
-from pagecast_kernels.cublaslt import Algorithm
+from pagecast_kernels import bench_cases, cublaslt, few_rows, product_table, tune_products
+from pagecast_kernels.few_rows import FewRows
 from pagecast_kernels.tune_products import Found, Shape
 
 LAYERS = 4
@@ -24,10 +24,10 @@ RESUME_S, SETTLE_S = 0.2, 0.05
 SCREEN_S, CONTEST_S = 0.1, 0.3
 """Each time, of two, that a sequence is timed."""
 GAIN = 0.997
-"""An algorithm is taken where a step needs less than this share of the time it needs with the one in its place."""
+"""Another product is taken where a step needs less than this share of the time it needs with the one in its place."""
 
-Choice = tuple[Algorithm | None, ...]
-"""An algorithm for each product of a layer; None is torch's choice."""
+Choice = tuple[product_table.Choice, ...]
+"""For each product of a layer."""
 Stopwatch = Callable[[Sequence[Choice], float], Mapping[Choice, float]]
 """Microseconds of a layer with each choice, timed twice for so many seconds."""
 
@@ -49,21 +49,24 @@ class Step:
         self._lib, self._attention = lib, attention
         self._cases = [tune_products.Case(rows, each) for each in weights]
         self._problems = [cublaslt.Problem(lib, rows, *each[0].shape, each[0].dtype) for each in weights]
+        self._scratch = few_rows.workspace(weights[0][0].device)
 
     def launches(self, choice: Choice) -> list[bench_cases.Launch]:
         """In the order of a step."""
-        products = [self._product(place, algorithm) for place, algorithm in enumerate(choice)]
+        products = [self._product(place, one) for place, one in enumerate(choice)]
         found: list[bench_cases.Launch] = []
         for layer in range(LAYERS):
             first, *others = (each[layer % len(each)] for each in products)
             found += [first, self._attention[layer % len(self._attention)], *others]
         return found
 
-    def _product(self, place: int, algorithm: Algorithm | None) -> list[bench_cases.Launch]:
+    def _product(self, place: int, choice: product_table.Choice) -> list[bench_cases.Launch]:
         case = self._cases[place]
-        if algorithm is None:
+        if choice is None:
             return case.torch()
-        return case.own(cublaslt.Product(self._lib, self._problems[place], cublaslt.Algo.of(algorithm)))
+        if isinstance(choice, FewRows):
+            return case.own(product_table.few_rows_run(choice, self._scratch))
+        return case.own(cublaslt.Product(self._lib, self._problems[place], cublaslt.Algo.of(choice)))
 
 
 class HotClock:
@@ -119,7 +122,7 @@ class HotClock:
 
 
 def best_together(
-    today: Choice, alone: Choice, entrants: Sequence[Iterable[Algorithm | None]], order: Iterable[int], stopwatch: Stopwatch
+    today: Choice, alone: Choice, entrants: Sequence[Iterable[product_table.Choice]], order: Iterable[int], stopwatch: Stopwatch
 ) -> Together:
     """Starts with today's choice, or the best alone if that is faster, and changes one product after the other.
 
@@ -160,9 +163,9 @@ def contest(lib: cublaslt.Library, weights: Sequence[list[Tensor]], rows: int, f
     clock = HotClock(Step(lib, weights, rows, attention(rows, kv_bytes)))
     today = tuple(each.today for each in finds)
     clock.warm_up(today)
-    entrants = [dict.fromkeys([each.today, None, each.algorithm, *each.varied]) for each in finds]
+    entrants = [dict.fromkeys([each.today, None, each.choice, *each.varied]) for each in finds]
     order = sorted(range(len(weights)), key=lambda place: weights[place][0].numel(), reverse=True)
-    return best_together(today, tuple(each.algorithm for each in finds), entrants, order, clock)
+    return best_together(today, tuple(each.choice for each in finds), entrants, order, clock)
 
 
 def tune(
@@ -179,8 +182,8 @@ def tune(
         if rows > tune_products.DECODE_ROWS[-1]:
             continue
         outcome = outcomes[rows] = contest(lib, weights, rows, [found[shape][rows] for shape in layer], kv_bytes)
-        for shape, algorithm in zip(layer, outcome.choice):
-            found[shape][rows] = found[shape][rows]._replace(algorithm=algorithm)
+        for shape, choice in zip(layer, outcome.choice):
+            found[shape][rows] = found[shape][rows]._replace(choice=choice)
         torch.cuda.empty_cache()
         report(f"a layer of {rows} rows with attention: {outcome.us:.1f} us, before {outcome.before_us:.1f} us")
     return outcomes

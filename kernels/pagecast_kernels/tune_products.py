@@ -1,4 +1,5 @@
-"""`pagecast bench kernels --tune`: which algorithm of cuBLASLt is best for each product of a model, measured and kept as a table."""
+"""`pagecast bench kernels --tune`: which algorithm of cuBLASLt, or launch of our own, is best for each product of a model, measured and
+kept as a table."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -8,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagecast_kernels import bench_cases, configs, cublaslt, cublaslt_search, product_search, product_table, products, reference
+from pagecast_kernels import bench_cases, configs, cublaslt, cublaslt_search, few_rows, product_search, product_table, products, reference
 from pagecast_kernels.cublaslt import Algorithm
+from pagecast_kernels.few_rows import FewRows
+from pagecast_kernels.product_table import Choice, Run
 
 DECODE_ROWS = (2, 4, *range(8, 257, 8))
 """The batch sizes that serving has graphs for, most of them."""
@@ -19,7 +22,7 @@ LONGER_TIMED, FINALISTS, CARRIED, VARIED = 20, 6, 6, 4
 Shape = tuple[int, int]
 """Columns and depth of a product's weights."""
 GAIN = 0.99
-"""An algorithm is taken where it needs less than this share of the time of what was in its place: the table's, or torch's own choice."""
+"""Something is taken where it needs less than this share of the time of what was in its place: the table's, or torch's own choice."""
 
 
 class Case:
@@ -30,7 +33,7 @@ class Case:
         self.x = torch.empty((rows, weights[0].shape[1]), dtype=weights[0].dtype, device=weights[0].device).normal_()
         self.out = self.x.new_empty((rows, weights[0].shape[0]))
 
-    def own(self, product: cublaslt.Product) -> list[bench_cases.Launch]:
+    def own(self, product: Run) -> list[bench_cases.Launch]:
         return [partial(product, self.x, weight, self.out) for weight in self.weights]
 
     def torch(self) -> list[bench_cases.Launch]:
@@ -46,7 +49,7 @@ class Case:
     def _want(self) -> Tensor:
         return self.x.float() @ self.weights[0].float().t()
 
-    def is_right(self, product: cublaslt.Product) -> bool:
+    def is_right(self, product: Run) -> bool:
         """Whether it gives what float32 gives, everywhere, but for rounding."""
         self.out.fill_(torch.nan)
         product(self.x, self.weights[0], self.out)
@@ -63,22 +66,22 @@ def copies(columns: int, depth: int, dtype: torch.dtype, device: str) -> list[Te
 class Found(NamedTuple):
     """The outcome for a shape and number of rows; microseconds."""
 
-    algorithm: Algorithm | None
-    """None where torch's own choice is as good."""
+    choice: Choice
+    """None where torch's own is as good."""
     us: float
     today_us: float
     """Of what the table says so far, or torch's choice where it says nothing."""
     torch_us: float
     timed: int
     wrong: int
-    finalists: dict[Algorithm, float]
-    today: Algorithm | None
+    finalists: dict[Algorithm | FewRows, float]
+    today: Choice
     varied: list[Algorithm]
     """About as fast, by other means; see product_search.varied."""
 
 
 class Tuner:
-    """Finds the algorithms of one shape, number of rows by number of rows; what is best for others is tried first."""
+    """Finds what is best for one shape, number of rows by number of rows; what is best for others is tried first."""
 
     def __init__(
         self, lib: cublaslt.Library, weights: list[Tensor], table: product_table.ProductTable | None = None, exhaustive: bool = False
@@ -88,6 +91,7 @@ class Tuner:
         self._shape = (*weights[0].shape, weights[0].dtype)
         self._best = dict(table.measured(*self._shape)) if table is not None else {}
         self._processors = configs.processors(weights[0].device)
+        self._scratch = few_rows.workspace(weights[0].device) if few_rows.suits(weights[0]) else None
 
     def find(self, rows: int) -> Found:
         case, problem = Case(rows, self._weights), cublaslt.Problem(self._lib, rows, *self._shape)
@@ -98,8 +102,8 @@ class Tuner:
             timed.update(taken)
             return taken
 
-        today = self._table.algorithm(rows, *self._shape) if self._table is not None else None
-        carried = list(dict.fromkeys([*([] if today is None else [today]), *nearest(self._best, rows)]))
+        today = self._table.choice(rows, *self._shape) if self._table is not None else None
+        carried = list(dict.fromkeys([*([today] if isinstance(today, tuple) else []), *nearest(self._best, rows)]))
         if self._exhaustive and rows <= product_search.MOST_FEW_ROWS:
             proposed = problem.candidates(product_search.FEW_ROWS.proposals)
             every = itertools.chain(carried, proposed, cublaslt_search.neighbours(self._lib, problem, proposed))
@@ -108,20 +112,32 @@ class Tuner:
             ranked = product_search.shortlist(self._lib, problem, carried, stopwatch, self._processors)
         varied = [each for each in product_search.varied(self._lib, timed, VARIED) if case.is_right(self._product(problem, each))]
         found = self._contest(case, problem, ranked, today)._replace(timed=len(timed), varied=varied)
-        self._best[rows] = found.algorithm
+        self._best[rows] = found.choice
         return found
+
+    def _ours(self, case: Case, today: Choice) -> dict[FewRows, Run]:
+        """Launches of our own."""
+        rows, columns, depth = len(case.x), *self._shape[:2]
+        if self._scratch is None:
+            return {}
+        every = [*([today] if isinstance(today, FewRows) else []), *few_rows.candidates(rows, columns, depth, self._processors)]
+        return {
+            each: product_table.few_rows_run(each, self._scratch)
+            for each in dict.fromkeys(every) if few_rows.fits(each, rows, columns, depth, self._processors)
+        }  # fmt: skip
 
     def _product(self, problem: cublaslt.Problem, algorithm: Algorithm) -> cublaslt.Product:
         return cublaslt.Product(self._lib, problem, cublaslt.Algo.of(algorithm))
 
-    def _contest(self, case: Case, problem: cublaslt.Problem, ranked: list[Algorithm], today: Algorithm | None) -> Found:
-        """The best of the ranked, beside today's and torch's choice."""
-        longer = dict.fromkeys([*([today] if today in ranked else []), *ranked[:LONGER_TIMED]])
-        made = {each: cublaslt.Product(self._lib, problem, algo) for each in longer if (algo := problem.algo(each)) is not None}
+    def _contest(self, case: Case, problem: cublaslt.Problem, ranked: list[Algorithm], today: Choice) -> Found:
+        """The best of the ranked and of our own, beside today's and torch's choice."""
+        longer = dict.fromkeys([*([today] if isinstance(today, tuple) and today in ranked else []), *ranked[:LONGER_TIMED]])
+        made: dict[Algorithm | FewRows, Run] = dict(self._ours(case, today))
+        made |= {each: cublaslt.Product(self._lib, problem, algo) for each in longer if (algo := problem.algo(each)) is not None}
         right = {each: case.own(product) for each, product in made.items() if case.is_right(product)}
         shorter = bench_cases.in_turn(right, rounds=2, least_us=250.0)
         best = [each for each in sorted(right, key=shorter.__getitem__) if each != today][:FINALISTS]
-        entered: dict[Algorithm | None, list[bench_cases.Launch]] = {None: case.torch()}
+        entered: dict[Choice, list[bench_cases.Launch]] = {None: case.torch()}
         entered |= {each: right[each] for each in (today, *best) if each in right}
         us = bench_cases.in_turn(entered, rounds=12 if problem.shape[0] <= product_search.MOST_FEW_ROWS else 5, least_us=1000.0)
         winner, held = choice(us, today)
@@ -129,17 +145,18 @@ class Tuner:
         return Found(winner, us[winner], us[held], us[None], 0, len(made) - len(right), finalists, held, [])
 
 
-def choice(us: Mapping[Algorithm | None, float], today: Algorithm | None) -> tuple[Algorithm | None, Algorithm | None]:
+def choice(us: Mapping[Choice, float], today: Choice) -> tuple[Choice, Choice]:
     """(what to take, what was taken so far) of measured times, None being torch's choice, which also stands in for what does not run."""
     held = today if today in us else None
     fastest = min(us, key=us.__getitem__)
     return (fastest if us[fastest] <= GAIN * us[held] else held), held
 
 
-def nearest(known: Mapping[int, Algorithm | None], rows: int) -> list[Algorithm]:
-    """What is known to be best for rows and for the numbers closest to it."""
-    by_distance = sorted((n for n in known if known[n] is not None), key=lambda n: max(n, rows) / min(n, rows))
-    return list(dict.fromkeys(known[n] for n in by_distance[:CARRIED]))
+def nearest(known: Mapping[int, Choice], rows: int) -> list[Algorithm]:
+    """Which of the library's algorithms are known to be best for rows and for the numbers closest to it."""
+    algorithms = {n: best for n, best in known.items() if isinstance(best, tuple)}
+    by_distance = sorted(algorithms, key=lambda n: max(n, rows) / min(n, rows))
+    return list(dict.fromkeys(algorithms[n] for n in by_distance[:CARRIED]))
 
 
 def quick_us(case: Case, problem: cublaslt.Problem, lib: cublaslt.Library, algorithms: Iterable[Algorithm]) -> dict[Algorithm, float]:
@@ -198,12 +215,10 @@ def metrics(found: Mapping[Shape, Mapping[int, Found]]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def products_json(found: Mapping[Shape, Mapping[int, Found]]) -> dict[str, dict[str, list[str] | None]]:
+def products_json(found: Mapping[Shape, Mapping[int, Found]]) -> dict[str, dict[str, Any]]:
     """As product_table.write takes them."""
     return {
-        f"bfloat16 {columns} {depth}": {
-            str(rows): None if best.algorithm is None else [f"{word:x}" for word in best.algorithm] for rows, best in by_rows.items()
-        }
+        f"bfloat16 {columns} {depth}": {str(rows): product_table.stored(best.choice) for rows, best in by_rows.items()}
         for (columns, depth), by_rows in found.items()
     }
 

@@ -225,6 +225,6 @@ def test_a_real_step_is_tuned_together(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tune_in_step, name, 0.01)
     got = tune_in_step.tune(lib, shapes, alone, 4096)[64]
     assert 0 < got.us <= got.before_us
-    table = product_table.ProductTable(lib, {("torch.bfloat16", *shape): {64: alone[shape][64].algorithm} for shape in shapes})
+    table = product_table.ProductTable(lib, {("torch.bfloat16", *shape): {64: alone[shape][64].choice} for shape in shapes})
     for shape, taken in zip(shapes, got.choice):
-        assert table.algorithm(64, *shape, torch.bfloat16) == taken
+        assert table.choice(64, *shape, torch.bfloat16) == taken

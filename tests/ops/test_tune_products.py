@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagecast_kernels import bench_cases, cublaslt, product_search, product_table, tune_products
+from pagecast_kernels import bench_cases, configs, cublaslt, few_rows, product_search, product_table, tune_products
+from pagecast_kernels.few_rows import FewRows
 from tests.ops.test_product_table import BROKEN, DEVICE, FAST, SLOW, Blas
 
 LEAVES_A_ROW, ROUNDS_TOO_MUCH, ONE_OFF = (tuple([number] * 8) for number in (20, 21, 22))
@@ -34,8 +35,12 @@ def blas(monkeypatch: pytest.MonkeyPatch) -> Careless:
     return Careless()
 
 
-def tuner(blas: Blas, monkeypatch: pytest.MonkeyPatch, us: dict[Any, float], **table: Any) -> tuple[tune_products.Tuner, list[list[Any]]]:
-    """Over 24 columns of 64, for which the search comes back with what `us` has times for; and what each search was given to begin with."""
+def tuner(
+    blas: Blas, monkeypatch: pytest.MonkeyPatch, us: dict[Any, float], columns: int = 24, ours: dict[FewRows, float] | None = None,
+    **table: Any,
+) -> tuple[tune_products.Tuner, list[list[Any]]]:  # fmt: skip
+    """Over so many columns of 64, for which the search comes back with what `us` has times for (`ours`: of launches of our own); and what
+    each search was given to begin with."""
     lib = cublaslt.Library(DEVICE, blas)
     carried: list[list[Any]] = []
 
@@ -46,42 +51,69 @@ def tuner(blas: Blas, monkeypatch: pytest.MonkeyPatch, us: dict[Any, float], **t
     monkeypatch.setattr(product_search, "shortlist", shortlist)
 
     def in_turn(cases: dict[Any, Any], rounds: int, least_us: float) -> dict[Any, float]:
-        return {name: us.get(name, TORCH_US) for name in cases}
+        return {name: (us | (ours or {})).get(name, TORCH_US) for name in cases}
 
     monkeypatch.setattr(bench_cases, "in_turn", in_turn)
-    entries = {("torch.bfloat16", 24, 64): {int(rows.removeprefix("m")): algorithm for rows, algorithm in table.items()}}
-    found = tune_products.Tuner(lib, [torch.randn(24, 64).bfloat16()], product_table.ProductTable(lib, entries))
+    entries = {("torch.bfloat16", columns, 64): {int(rows.removeprefix("m")): algorithm for rows, algorithm in table.items()}}
+    found = tune_products.Tuner(lib, [torch.randn(columns, 64).bfloat16()], product_table.ProductTable(lib, entries))
     return found, carried
 
 
 def test_what_is_wrong_never_wins(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
     us = {LEAVES_A_ROW: 1.0, ROUNDS_TOO_MUCH: 2.0, ONE_OFF: 3.0, BROKEN: 4.0, FAST: 6.0, SLOW: 8.0}
     found = tuner(blas, monkeypatch, us)[0].find(40)
-    assert (found.algorithm, found.us, found.today_us, found.torch_us, found.wrong) == (FAST, 6.0, TORCH_US, TORCH_US, 3)
+    assert (found.choice, found.us, found.today_us, found.torch_us, found.wrong) == (FAST, 6.0, TORCH_US, TORCH_US, 3)
     assert set(found.finalists) == {FAST, SLOW}
 
 
 def test_nothing_right_leaves_the_product_to_torch(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
     found = tuner(blas, monkeypatch, {LEAVES_A_ROW: 1.0, BROKEN: 2.0})[0].find(40)
-    assert found.algorithm is None and found.us == found.today_us == TORCH_US
+    assert found.choice is None and found.us == found.today_us == TORCH_US
 
 
 def test_what_rows_between_take_today_is_what_a_winner_has_to_gain_on(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
     us = {FAST: 5.96, SLOW: 6.0}
     search, carried = tuner(blas, monkeypatch, us, m48=SLOW, m64=None)
     found = search.find(40)
-    assert found.algorithm == SLOW and found.us == found.today_us == 6.0
+    assert found.choice == SLOW and found.us == found.today_us == 6.0
     us[FAST] = 5.9
     assert search.find(56)[:3] == (FAST, 5.9, TORCH_US), "of 64 rows torch's choice was the best"
-    assert search.find(44).algorithm == FAST
+    assert search.find(44).choice == FAST
     assert carried == [[SLOW], [SLOW], [SLOW, FAST]]
 
 
 def test_what_is_varied_is_right_and_the_taken_so_far_is_told(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_search, "varied", lambda lib, us, most: [LEAVES_A_ROW, SLOW, ONE_OFF, FAST][:most])
     found = tuner(blas, monkeypatch, {FAST: 5.0, SLOW: 6.0}, m40=SLOW)[0].find(40)
-    assert (found.varied, found.today, found.algorithm) == ([SLOW, FAST], SLOW, FAST)
+    assert (found.varied, found.today, found.choice) == ([SLOW, FAST], SLOW, FAST)
     assert tuner(blas, monkeypatch, {FAST: 5.0}, m40=BROKEN)[0].find(40).today is None, "what does not run is not taken so far"
+
+
+def test_launches_of_our_own_are_tried_beside_the_librarys(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong does not win either; what the table holds is tried though nothing else proposes it."""
+    right, wrong, held = FewRows(256), FewRows(128), FewRows(512)
+    ran: list[FewRows] = []
+
+    def launched(config: FewRows, scratch: few_rows.Workspace) -> product_table.Run:
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            ran.append(config)
+            out.copy_(x.float() @ weight.float().t())
+            if config == wrong:
+                out[1, 2] += 1.0
+
+        return run
+
+    monkeypatch.setattr(product_table, "few_rows_run", launched)
+    monkeypatch.setattr(configs, "is_hopper", lambda device: True)
+    monkeypatch.setattr(few_rows, "candidates", lambda rows, columns, depth, processors: [wrong, right] if rows <= 128 else [])
+    us = {wrong: 1.0, FAST: 6.0, right: 5.0, held: 4.96}
+    search, _ = tuner(blas, monkeypatch, {FAST: 6.0}, columns=32, ours=us, m40=held)
+    found = search.find(40)
+    assert (found.choice, found.today, found.us, found.wrong) == (held, held, 4.96, 1) and set(ran) == {right, wrong, held}
+    assert found.finalists == {FAST: 6.0, right: 5.0, held: 4.96}
+    us[right] = 4.9
+    assert search.find(40).choice == right
+    assert search.find(160).choice == FAST and search.find(160).today is None, "a launch of the table's that cannot take so many rows"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -38,7 +38,7 @@ def test_parts_compile_every_kernel_between_them(tmp_path, monkeypatch, head_dim
         "shape": dataclasses.asdict(shape) | {"num_layers": 2 if quantization == "fp8" else 1}, "dtype": "bfloat16",
         "max_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "arch": 90, "processors": 132, "parts": 2,
         "ranks": ranks, "quantization": quantization, "scheme": None, "kv_cache_dtype": "fp8" if quantization else "auto",
-        "batch_invariant": False, "fold_norms": True,
+        "batch_invariant": False, "fold_norms": True, "device_name": "NVIDIA H200",
     }
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
