@@ -7,7 +7,7 @@ import torch
 from pagecast_kernels import few_rows, few_rows_hopper
 
 SHAPES = ((28672, 4096), (6144, 4096), (4096, 4096))
-"""Gate and up, query, key and value, and output of the 8B shape: tiles that are whole, cut unevenly and cut evenly."""
+"""Gate and up, query, key and value, and output of the 8B shape: tiles that are whole, and cut into two and four."""
 
 
 def few_rows_variants() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -20,7 +20,7 @@ def few_rows_variants() -> Iterator[tuple[str, Callable[[], object]]]:
             )
             for config in few_rows.candidates(rows, columns, depth, 132):
                 for add in (False, True):
-                    name = f"few_rows {config.columns} x{config.pieces}{' even' * config.even}{' add' * add} m{rows}"
+                    name = f"few_rows {config.columns} x{config.pieces}{' add' * add} m{rows}"
                     if name not in seen:
                         seen.add(name)
                         yield name, lambda x=x, w=weight, out=out, c=config, add=add: few_rows_hopper.launch(x, w, out, work, c, add)

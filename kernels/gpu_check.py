@@ -167,6 +167,25 @@ def check_hopper() -> Iterator[tuple[str, float]]:
     yield from gpu_check_attention.check_hopper()
     yield from gpu_check_attention.check_hopper_bytes()
     yield from gpu_check_attention.check_latent_hopper()
+    yield from check_few_rows()
+
+
+def check_few_rows() -> Iterator[tuple[str, float]]:
+    """Twice with one workspace: its counters must be zero again."""
+    from pagecast_kernels import few_rows, few_rows_hopper
+
+    work = few_rows.workspace("cuda")
+    for rows, (columns, depth) in itertools.product((2, 33, 64, 65, 128), ((6144, 4096), (4096, 4096), (28672, 256))):
+        x, residual = torch.randn(rows, depth, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
+        weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16()
+        want = reference.linear(x.double(), weight.double())
+        for config, add in itertools.product(few_rows.candidates(rows, columns, depth, configs.processors("cuda")), (False, True)):
+            for call in ("first", "second"):
+                out = residual.clone() if add else torch.full_like(residual, float("nan"))
+                few_rows_hopper.launch(x, weight, out, work, config, add)
+                name = f"few_rows {rows} x {columns} x {depth} {config}{' add' * add} {call} call"
+                yield name, paged_case.relative_error(out, want + residual.double() if add else want)
+    yield "few_rows counters", float(work.counters.any())
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Matrix products of up to 128 rows for Hopper (compute capability 9.0) in Gluon: the weight is read as fast as memory gives it.
 
-A producer warp keeps a ring of stages full: 64 columns of COLUMNS weight rows and of all input rows, which are 64 for each of one or two
-warpgroups that multiply (rows past the batch come as zeros and cost nothing). The fewer tiles a weight has, the more often its depth is
-cut: input rows are read from the L2 cache by every program, and a wide tile reads them less often than a narrow one. What a program has
-of a cut tile it leaves in scratch memory, and the parts are added in the order of their columns, whoever comes last.
+A warp keeps a ring of weights full, another one a ring of input rows, 64 of which belong to each of one or two warpgroups that multiply.
+Of a weight row 256 or 512 B are asked for together: a box is eight rows by 64 columns, and the next columns of these rows come before the
+next eight rows (128 B of 256 rows at a time are read 6 % slower). The fewer tiles a weight has, the more often its depth is cut: what a
+program has of a cut tile it leaves in scratch memory, for the programs that have the others, and each adds up and stores a share of the
+columns, in the order of the pieces. A launch may begin, and fetch weights, while the one before ends (programmatic dependent launch): the
+weight must not be what that one writes.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,8 +15,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagecast_kernels import configs, few_rows
-from pagecast_kernels.few_rows import ROWS, STEP, FewRows, Workspace
+from pagecast_kernels import configs
+from pagecast_kernels.few_rows import ROWS, STEP, WIDTHS, FewRows, Workspace
+
+X_BOX = 16
+"""Input rows of a box: one that reaches past them costs more than a whole one."""
+
+
+@gluon.constexpr_function
+def _rows_of_weight(columns, group):
+    """How [columns, 64] lie in a stage: by eights of rows, between which are those of the other columns; 128 B are swizzled."""
+    within = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 8], [2, 16], [4, 32]]
+    others = [[0, 0]] * (group.bit_length() - 1)
+    return gl.SharedLinearLayout([*within, *others, *([1 << n, 0] for n in range(3, columns.bit_length() - 1))], alignment=1024)
 
 
 @gluon.jit
@@ -28,20 +40,12 @@ def _halves(x, LAYOUT: gl.constexpr):
 @gluon.jit
 def _chunks(acc, COLUMNS: gl.constexpr):
     """The accumulator in runs of 32 columns."""
-    H: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 16])
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 4, 16])
-    left, right = _halves(acc, H)
-    a, b = _halves(left, Q)
-    c, d = _halves(right, Q)
-    if COLUMNS == 128:
-        return (a, b, c, d)
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS // 2, 16])
+    left, right = _halves(acc, HALF)
+    if COLUMNS == 64:
+        return (left, right)
     else:
-        E: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-        a0, a1 = _halves(a, E)
-        b0, b1 = _halves(b, E)
-        c0, c1 = _halves(c, E)
-        d0, d1 = _halves(d, E)
-        return (a0, a1, b0, b1, c0, c1, d0, d1)
+        return _chunks(left, COLUMNS // 2) + _chunks(right, COLUMNS // 2)
 
 
 @gluon.jit
@@ -52,51 +56,56 @@ def _piece(piece, steps, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_weight(w_desc, w_smem, full, stage, row, step, W_PARTS: gl.constexpr, COLUMNS: gl.constexpr):
-    for part in gl.static_range(W_PARTS):
-        at = [row + part * COLUMNS, step * 64]
-        tma.async_copy_global_to_shared(w_desc, at, full.index(stage), w_smem.index(stage * W_PARTS + part))
+def _barriers(DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """(full, empty) of a ring."""
+    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DEPTH):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    return full, empty
 
 
 @gluon.jit
-def _fetch_input(x_desc, x_smem, full, stage, step, X_PARTS: gl.constexpr):
-    for part in gl.static_range(X_PARTS):
-        tma.async_copy_global_to_shared(x_desc, [part * 64, step * 64], full.index(stage), x_smem.index(stage * X_PARTS + part))
-
-
-@gluon.jit
-def _produce(
-    x_desc, w_desc, x_smem, w_smem, full, empty, tiles, steps,
-    DEPTH: gl.constexpr, X_PARTS: gl.constexpr, W_PARTS: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr,
+def _fetch_weight(
+    w_desc, smem, full, empty, tiles, steps, turn, COLUMNS: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, PIECES: gl.constexpr
 ):  # fmt: skip
     """Keep DEPTH steps of this program's pieces in flight, whichever tile they belong to."""
-    BYTES: gl.constexpr = (X_PARTS * 64 + W_PARTS * COLUMNS) * 64 * 2
-    begin, count = _piece(gl.program_id(0) % PIECES, steps, PIECES)
-    row = gl.program_id(0) // PIECES * (W_PARTS * COLUMNS)
-    ahead = gl.minimum(count, DEPTH)
-    for n in range(ahead):  # What the launch before has no part in.
-        mbarrier.expect(full.index(n), BYTES)
-        _fetch_weight(w_desc, w_smem, full, n, row, begin + n, W_PARTS, COLUMNS)
-    gdc_wait()
-    for n in range(ahead):
-        _fetch_input(x_desc, x_smem, full, n, begin + n, X_PARTS)
-    stage, phase = gl.where(ahead == DEPTH, 0, ahead), gl.where(ahead == DEPTH, 0, 1)
+    stage, phase = tiles * 0, tiles * 0 + 1
     for unit in range(gl.program_id(0), tiles * PIECES, gl.num_programs(0)):
-        row = unit // PIECES * (W_PARTS * COLUMNS)
+        tile = unit // PIECES
         begin, count = _piece(unit % PIECES, steps, PIECES)
-        for step in range(begin + gl.where(unit == gl.program_id(0), ahead, 0), begin + count):
+        for n in range(count):
+            step = begin + (n + tile * turn) % count
             mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(full.index(stage), BYTES)
-            _fetch_weight(w_desc, w_smem, full, stage, row, step, W_PARTS, COLUMNS)
-            _fetch_input(x_desc, x_smem, full, stage, step, X_PARTS)
+            mbarrier.expect(full.index(stage), COLUMNS * 128 * GROUP)
+            tma.async_copy_global_to_shared(w_desc, [tile * (COLUMNS // 8), step * GROUP, 0, 0], full.index(stage), smem.index(stage))
             phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
             stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
 
 
 @gluon.jit
-def _before(stage, DEPTH: gl.constexpr):
-    """The stage before one. Computed: of a variable set to `stage` before a loop and in it Triton does not see that the loop carries it."""
-    return gl.where(stage == 0, DEPTH - 1, stage - 1)
+def _fetch_input(
+    x_desc, smem, full, empty, rows, tiles, steps, turn, PARTS: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """The same of the input rows, 64 columns at a time. Places of rows that there are not hold anything: rows do not meet."""
+    gdc_wait()
+    BOX: gl.constexpr = x_desc.block_shape[0]
+    boxes = (rows + BOX - 1) // BOX
+    stage, phase = tiles * 0, tiles * 0 + 1
+    for unit in range(gl.program_id(0), tiles * PIECES, gl.num_programs(0)):
+        begin, count = _piece(unit % PIECES, steps, PIECES)
+        for n in range(count):
+            step = begin + (n + unit // PIECES * turn) % count
+            for column in range(step * GROUP, step * GROUP + GROUP):
+                mbarrier.wait(empty.index(stage), phase)
+                for box in gl.static_range(PARTS * 64 // BOX):
+                    mbarrier.expect(full.index(stage), (box + 1) * BOX * 128, pred=boxes == box + 1)
+                for box in gl.static_range(PARTS * 64 // BOX):
+                    into = smem.index(stage * PARTS + box * BOX // 64).slice(box * BOX % 64, BOX)
+                    tma.async_copy_global_to_shared(x_desc, [box * BOX, column * 64], full.index(stage), into, pred=box < boxes)
+                phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
+                stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
 
 
 @gluon.jit
@@ -115,11 +124,11 @@ def _write(y_ptr, value, row, lane, rows, columns, ADD: gl.constexpr):
 
 
 @gluon.jit
-def _sum(own, piece, part, mask, SIZE: gl.constexpr, PIECES: gl.constexpr):
+def _sum(own, piece, part, held, SIZE: gl.constexpr, PIECES: gl.constexpr):
     """A chunk of all pieces, added in their order. part: where the chunk of piece 0 lies."""
     total = gl.zeros_like(own)
     for other in gl.static_range(PIECES):
-        theirs = gl.load(part + other * SIZE, mask=mask & (piece != other), other=0.0, cache_modifier=".cg")
+        theirs = gl.load(part + other * SIZE, mask=held & (piece != other), other=0.0, cache_modifier=".cg")
         total += gl.where(piece == other, own, theirs)
     return total
 
@@ -127,144 +136,136 @@ def _sum(own, piece, part, mask, SIZE: gl.constexpr, PIECES: gl.constexpr):
 @gluon.jit
 def _add_up(
     chunks, y_ptr, counter, parts, piece, first_row, lane, rows, columns,
-    CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr, EVEN: gl.constexpr, ADD: gl.constexpr,
+    SIZE: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Leave this piece of a tile where the others find it. The last to leave one adds and stores the tile, and sets the counter to zero;
-    or, if EVEN, each waits for the others and does so with its share of the columns.
+    """Leave what this piece has of the others' columns, wait for the others to do so, and add up and store this piece's.
 
-    parts: where piece 0 of this tile and consumer lies. The counter counts who has left a piece, then who has taken them. All programs
-    of an EVEN launch run at once, so none waits for one that has not begun.
+    parts: where piece 0 of this tile and consumer lies. The counter counts who has left, then who has taken; the last sets it to zero. All
+    programs of a launch run at once, so none waits for one that has not begun.
     """
     COUNT: gl.constexpr = COLUMNS // 32
-    SIZE: gl.constexpr = CONSUMERS * 64 * COLUMNS
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    row, column = gl.arange(0, 64, layout=gl.SliceLayout(1, L)), gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    mask = (first_row + row < rows)[:, None] & (column < 32)[None, :]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    row, column = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
+    held = (first_row + row < rows)[:, None] & (column < 32)[None, :]
     place = parts + row[:, None] * 32 + column[None, :]
     for c in gl.static_range(COUNT):
-        if EVEN:
-            gl.store(place + piece * SIZE + c * 2048, chunks[c], mask=mask & (piece != c * PIECES // COUNT))
-        else:
-            gl.store(place + piece * SIZE + c * 2048, chunks[c], mask=mask)
+        gl.store(place + piece * SIZE + c * 2048, chunks[c], mask=held & (piece != c * PIECES // COUNT))
     gl.thread_barrier()
-    arrived = gl.atomic_add(counter, 1, sem="acq_rel")
-    if EVEN:
-        left = arrived + 1
-        while left < PIECES:
-            left = gl.atomic_add(counter, 0, sem="acq_rel")
-        for c in gl.static_range(COUNT):
-            if piece == c * PIECES // COUNT:
-                total = _sum(chunks[c], piece, place + c * 2048, mask, SIZE, PIECES)
-                _write(y_ptr, total, first_row, lane + c * 32, rows, columns, ADD)
-        gl.thread_barrier()
-        if gl.atomic_add(counter, 1, sem="acq_rel") == 2 * PIECES - 1:
-            gl.store(counter, 0)
-    else:
-        if arrived == PIECES - 1:
-            for c in gl.static_range(COUNT):
-                total = _sum(chunks[c], piece, place + c * 2048, mask, SIZE, PIECES)
-                _write(y_ptr, total, first_row, lane + c * 32, rows, columns, ADD)
-            gl.store(counter, 0)
+    left = gl.atomic_add(counter, 1, sem="acq_rel") + 1
+    while left < PIECES:
+        left = gl.atomic_add(counter, 0, sem="acq_rel")
+    for c in gl.static_range(COUNT):
+        if piece == c * PIECES // COUNT:
+            _write(y_ptr, _sum(chunks[c], piece, place + c * 2048, held, SIZE, PIECES), first_row, lane + c * 32, rows, columns, ADD)
+    gl.thread_barrier()
+    if gl.atomic_add(counter, 1, sem="acq_rel") == 2 * PIECES - 1:
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def _before(stage, DEPTH: gl.constexpr):
+    """The stage before one. Computed: of a variable set to `stage` before a loop and in it Triton does not see that the loop carries it."""
+    return gl.where(stage == 0, DEPTH - 1, stage - 1)
 
 
 @gluon.jit
 def _consume(
-    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, full, empty, tiles, steps, consumer: gl.constexpr,
-    DEPTH: gl.constexpr, X_PARTS: gl.constexpr, W_PARTS: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr, EVEN: gl.constexpr,
+    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, consumer: gl.constexpr,
+    PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, X_DEPTH: gl.constexpr, W_DEPTH: gl.constexpr, PIECES: gl.constexpr,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    """64 input rows by COLUMNS weight rows of this program's pieces, one after the other as the ring fills."""
-    CONSUMERS: gl.constexpr = X_PARTS * W_PARTS
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    """Input rows consumer · 64 .. + 64 of this program's pieces, one after the other as the rings fill."""
+    IN_STAGE: gl.constexpr = _rows_of_weight(COLUMNS, GROUP)
+    SIZE: gl.constexpr = PARTS * 64 * COLUMNS
     gdc_wait()
-    stage, phase = tiles * 0, tiles * 0
+    x_stage, x_phase, w_stage, w_phase = tiles * 0, tiles * 0, tiles * 0, tiles * 0
     for unit in range(gl.program_id(0), tiles * PIECES, gl.num_programs(0)):
         tile, piece = unit // PIECES, unit % PIECES
-        count = _piece(piece, steps, PIECES)[1]
-        acc = gl.zeros([64, COLUMNS], gl.float32, layout=ACC)
-        for step in range(count):
-            mbarrier.wait(full.index(stage), phase)
-            x, w = x_smem.index(stage * X_PARTS + consumer % X_PARTS), w_smem.index(stage * W_PARTS + consumer % W_PARTS)
-            acc = warpgroup_mma(x, w.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            if step > 0:
-                gl.thread_barrier()
-                mbarrier.arrive(empty.index(_before(stage, DEPTH)))
-            phase = gl.where(stage + 1 == DEPTH, phase ^ 1, phase)
-            stage = gl.where(stage + 1 == DEPTH, 0, stage + 1)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        gl.thread_barrier()
-        mbarrier.arrive(empty.index(_before(stage, DEPTH)))
+        acc = gl.zeros([64, COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+        for _ in range(_piece(piece, steps, PIECES)[1]):
+            mbarrier.wait(w_full.index(w_stage), w_phase)
+            boxes = w_smem.index(w_stage)._reinterpret(x_smem.dtype, [COLUMNS // 8 * GROUP, 8, 64], x_smem.layout)
+            for n in gl.static_range(GROUP):
+                mbarrier.wait(x_full.index(x_stage), x_phase)
+                w = boxes.index(n)._reinterpret(x_smem.dtype, [COLUMNS, 64], IN_STAGE)
+                acc = warpgroup_mma(x_smem.index(x_stage * PARTS + consumer), w.permute((1, 0)), acc, is_async=True)
+                if n > 0:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    gl.thread_barrier()
+                    mbarrier.arrive(x_empty.index(_before(x_stage, X_DEPTH)))
+                x_phase = gl.where(x_stage + 1 == X_DEPTH, x_phase ^ 1, x_phase)
+                x_stage = gl.where(x_stage + 1 == X_DEPTH, 0, x_stage + 1)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            gl.thread_barrier()
+            mbarrier.arrive(x_empty.index(_before(x_stage, X_DEPTH)))
+            mbarrier.arrive(w_empty.index(w_stage))
+            w_phase = gl.where(w_stage + 1 == W_DEPTH, w_phase ^ 1, w_phase)
+            w_stage = gl.where(w_stage + 1 == W_DEPTH, 0, w_stage + 1)
         chunks = _chunks(acc, COLUMNS)
-        row, lane = consumer % X_PARTS * 64, (tile * W_PARTS + consumer % W_PARTS) * COLUMNS
+        row, lane = consumer * 64, tile * COLUMNS
         if PIECES == 1:
             for c in gl.static_range(COLUMNS // 32):
                 _write(y_ptr, chunks[c], row, lane + c * 32, rows, columns, ADD)
         else:
-            counter = counters_ptr + tile * CONSUMERS + consumer
-            parts = parts_ptr + (tile * PIECES * CONSUMERS + consumer) * (64 * COLUMNS)
-            _add_up(
-                chunks, y_ptr, counter, parts, piece, row, lane, rows, columns, CONSUMERS, COLUMNS, PIECES, EVEN, ADD
-            )  # fmt: skip
+            counter = counters_ptr + tile * PARTS + consumer
+            parts = parts_ptr + tile * PIECES * SIZE + consumer * 64 * COLUMNS
+            _add_up(chunks, y_ptr, counter, parts, piece, row, lane, rows, columns, SIZE, COLUMNS, PIECES, ADD)
 
 
-@gluon.jit(do_not_specialize=["rows", "tiles", "steps"])
+@gluon.jit(do_not_specialize=["rows", "tiles", "steps", "turn"])
 def _few_rows(
-    x_desc, w_desc, y_ptr, counters_ptr, parts_ptr, rows, columns, tiles, steps,
-    DEPTH: gl.constexpr, X_PARTS: gl.constexpr, W_PARTS: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr, EVEN: gl.constexpr,
+    x_desc, w_desc, y_ptr, counters_ptr, parts_ptr, rows, columns, tiles, steps, turn,
+    PARTS: gl.constexpr, X_DEPTH: gl.constexpr, W_DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    """y[rows, columns] in `tiles` tiles of W_PARTS · COLUMNS, each of `steps` steps in PIECES pieces."""
-    kind: gl.constexpr = y_ptr.dtype.element_ty
+    """y[rows, columns] in `tiles` tiles of COLUMNS, each of `steps` steps of GROUP · 64 columns of the weight in PIECES pieces."""
     gdc_launch_dependents()
-    x_smem = gl.allocate_shared_memory(kind, [DEPTH * X_PARTS, 64, 64], x_desc.layout)
-    w_smem = gl.allocate_shared_memory(kind, [DEPTH * W_PARTS, COLUMNS, 64], w_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(DEPTH):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=X_PARTS * W_PARTS)
+    x_smem = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [X_DEPTH * PARTS, 64, 64], x_desc.layout)
+    w_smem = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [W_DEPTH, COLUMNS // 8, GROUP, 8, 64], w_desc.layout)
+    x_full, x_empty = _barriers(X_DEPTH, PARTS)
+    w_full, w_empty = _barriers(W_DEPTH, PARTS)
     fence_async_shared()
     gl.thread_barrier()
-    if X_PARTS * W_PARTS == 1:
+    if PARTS == 1:
         gl.warp_specialize(
             [
                 (_consume, (
-                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, full, empty, tiles, steps, 0,
-                    DEPTH, X_PARTS, W_PARTS, COLUMNS, PIECES, EVEN, ADD)),
-                (_produce, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, steps, DEPTH, X_PARTS, W_PARTS, COLUMNS, PIECES)),
+                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 0,
+                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, PIECES, ADD)),
+                (_fetch_weight, (w_desc, w_smem, w_full, w_empty, tiles, steps, turn, COLUMNS, GROUP, W_DEPTH, PIECES)),
+                (_fetch_input, (x_desc, x_smem, x_full, x_empty, rows, tiles, steps, turn, PARTS, GROUP, X_DEPTH, PIECES)),
             ],
-            [1],
-            [24],
+            [1, 1],
+            [24, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_consume, (
-                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, full, empty, tiles, steps, 0,
-                    DEPTH, X_PARTS, W_PARTS, COLUMNS, PIECES, EVEN, ADD)),
+                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 0,
+                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, PIECES, ADD)),
                 (_consume, (
-                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, full, empty, tiles, steps, 1,
-                    DEPTH, X_PARTS, W_PARTS, COLUMNS, PIECES, EVEN, ADD)),
-                (_produce, (x_desc, w_desc, x_smem, w_smem, full, empty, tiles, steps, DEPTH, X_PARTS, W_PARTS, COLUMNS, PIECES)),
+                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 1,
+                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, PIECES, ADD)),
+                (_fetch_weight, (w_desc, w_smem, w_full, w_empty, tiles, steps, turn, COLUMNS, GROUP, W_DEPTH, PIECES)),
+                (_fetch_input, (x_desc, x_smem, x_full, x_empty, rows, tiles, steps, turn, PARTS, GROUP, X_DEPTH, PIECES)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 1, 1],
+            [208, 24, 40],
         )  # fmt: skip
 
 
 def launch(x: Tensor, weight: Tensor, out: Tensor, work: Workspace, config: FewRows, add: bool = False) -> Tensor:
     """out[T, N] = x[T, K] · weight[N, K]ᵀ, or added to what is there. few_rows.suits and few_rows.fits must hold."""
-    (rows, depth), columns = x.shape, out.shape[1]
-    kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    x_desc, w_desc = (
-        TensorDescriptor(tensor, list(tensor.shape), [depth, 1], box, gl.NVMMASharedLayout.get_default_for(box, kind))
-        for tensor, box in ((x, [ROWS, STEP]), (weight, [config.box, STEP]))
-    )
+    (rows, depth), columns, group = x.shape, out.shape[1], WIDTHS[config.columns]
+    x_desc = TensorDescriptor(x, [rows, depth], [depth, 1], [X_BOX, STEP], gl.NVMMASharedLayout(128, 16, rank=2))
+    w_desc = TensorDescriptor(
+        weight, [columns // 8, depth // STEP, 8, STEP], [8 * depth, STEP, depth, 1], [config.columns // 8, group, 8, STEP],
+        gl.NVMMASharedLayout(128, 16, rank=4),
+    )  # fmt: skip
     tiles = config.tiles(columns)
     _few_rows[(min(tiles * config.pieces, configs.processors(x.device)),)](
-        x_desc, w_desc, out, work.counters, work.parts, rows, columns, tiles, few_rows.steps(depth),
-        config.stages(rows), -(-rows // ROWS), config.columns // config.box, config.box, config.pieces, config.even, add,
-        num_warps=4, launch_pdl=config.early,
+        x_desc, w_desc, out, work.counters, work.parts, rows, columns, tiles, config.steps(depth), config.turn,
+        -(-rows // ROWS), *config.stages(rows), config.columns, group, config.pieces, add, num_warps=4, launch_pdl=config.early,
     )  # fmt: skip
     return out

@@ -205,16 +205,16 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FewRows, bool]]:
 
 
 def test_a_launch_of_our_own_is_taken_where_the_table_says_so(blas: Blas, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, wide, cut = hopper(monkeypatch), FewRows(256), FewRows(128, 2, even=True)
-    entries = {("torch.bfloat16", 64, 128): {32: cut, 64: wide, 160: FAST}}
+    ran, wide, cut = hopper(monkeypatch), FewRows(256), FewRows(128, 2, early=True)
+    entries = {("torch.bfloat16", 64, 1024): {32: cut, 64: wide, 160: FAST}}
     table = product_table.ProductTable(cublaslt.Library(DEVICE, blas), entries, few_rows.workspace(DEVICE))
-    weight = torch.randn(64, 128).bfloat16()
+    weight = torch.randn(64, 1024).bfloat16()
     for rows, config in ((17, cut), (33, wide), (64, wide), (65, None)):
-        x, residual = torch.randn(rows, 128).bfloat16(), torch.randn(rows, 64).bfloat16()
+        x, residual = torch.randn(rows, 1024).bfloat16(), torch.randn(rows, 64).bfloat16()
         want = residual.float() + x.float() @ weight.float().t()
         assert table.linear(x, weight, residual.clone()) is not None
         assert table.linear_add(x, weight, residual) is residual
-        torch.testing.assert_close(residual.float(), want, rtol=2e-2, atol=5e-2)
+        torch.testing.assert_close(residual.float(), want, rtol=2e-2, atol=0.3)
         assert ran == ([] if config is None else [(config, False), (config, True)])
         ran.clear()
     assert blas.ran == [7, 7]
@@ -231,18 +231,20 @@ def test_a_launch_that_this_gpu_cannot_take_is_left_to_torch(blas: Blas, monkeyp
 
     assert taken(FewRows(256)) and taken(FewRows(128)) and len(ran) == 2
     assert not taken(FewRows(128, 4)), "the CPU stands in for three processors"
-    assert not taken(FewRows(256), rows=129) and not taken(FewRows(256), columns=520) and not taken(FewRows(256), depth=580)
+    assert not taken(FewRows(256), rows=129) and not taken(FewRows(256), columns=520) and not taken(FewRows(256), depth=608)
     monkeypatch.setattr(configs, "is_hopper", lambda device: False)
     assert not taken(FewRows(256)) and len(ran) == 2
 
 
 def test_launches_of_our_own_are_kept_in_the_table(blas: Blas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_table, "FOLDER", tmp_path)
-    ran, cut = hopper(monkeypatch), FewRows(256, 1)
+    ran, cut = hopper(monkeypatch), FewRows(256, turn=11)
     file, lib = product_table.path("NVIDIA Test"), cublaslt.Library(DEVICE, blas)
     found = {"bfloat16 32 64": {str(rows): product_table.stored(choice) for rows, choice in ((8, FAST), (40, cut), (80, None))}}
     product_table.write(file, "NVIDIA Test", VERSION, found, {})
-    assert json.loads(file.read_text())["products"]["bfloat16 32 64"]["40"] == {"few_rows": {"columns": 256, "pieces": 1, "even": False}}
+    assert json.loads(file.read_text())["products"]["bfloat16 32 64"]["40"] == {
+        "few_rows": {"columns": 256, "pieces": 1, "turn": 11, "early": False}
+    }
     table = product_table.load(DEVICE, lib)
     assert table is not None and table.measured(32, 64, torch.bfloat16) == {8: FAST, 40: cut, 80: None}
     ours = product_table.few_rows_only("NVIDIA Test", DEVICE)
@@ -254,7 +256,7 @@ def test_launches_of_our_own_are_kept_in_the_table(blas: Blas, tmp_path: Path, m
     assert product_table.few_rows_only("NVIDIA Test", DEVICE) is None
 
 
-@pytest.mark.parametrize("launch", [{"columns": 100}, {"columns": 256, "width": 2}, {}, {"columns": 128, "pieces": 1, "even": True}])
+@pytest.mark.parametrize("launch", [{"columns": 100}, {"columns": 256, "width": 2}, {}, {"columns": 128, "pieces": 7}])
 def test_a_table_with_a_launch_that_is_none_is_refused(launch: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="bfloat16 32 64, 40 rows"):
         product_table.parsed({"bfloat16 32 64": {"40": {"few_rows": launch}}})
@@ -263,13 +265,13 @@ def test_a_table_with_a_launch_that_is_none_is_refused(launch: dict[str, Any]) -
 def test_what_is_compiled_ahead_is_every_launch_of_the_weights_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = hopper(monkeypatch)
     entries: product_table.Entries = {
-        ("torch.bfloat16", 64, 128): {16: FewRows(128), 128: FewRows(256), 256: FAST}, ("torch.bfloat16", 64, 256): {16: FewRows(512)},
+        ("torch.bfloat16", 64, 128): {16: FewRows(128), 128: FewRows(256), 256: FAST}, ("torch.bfloat16", 64, 256): {16: FewRows(64)},
     }  # fmt: skip
     monkeypatch.setattr(products, "_table", product_table.ProductTable(None, entries, few_rows.workspace(DEVICE)))
     products.linear_add(*(torch.zeros(shape).bfloat16() for shape in ((16, 128), (64, 128), (16, 64))))
     assert ran == [(FewRows(128), True)]
     products.launch_ours()
-    assert ran[1:] and {each for each in ran} == {(FewRows(128), True), (FewRows(256), True)}
+    assert ran[1:] and set(ran) == {(FewRows(128), True), (FewRows(256), True)}
 
 
 def test_a_refusal_names_the_call(blas: Blas) -> None:

@@ -91,7 +91,7 @@ def test_what_is_varied_is_right_and_the_taken_so_far_is_told(blas: Careless, mo
 
 def test_launches_of_our_own_are_tried_beside_the_librarys(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong does not win either; what the table holds is tried though nothing else proposes it."""
-    right, wrong, held = FewRows(256), FewRows(128), FewRows(512)
+    right, wrong, held = FewRows(256), FewRows(128), FewRows(64)
     ran: list[FewRows] = []
 
     def launched(config: FewRows, scratch: few_rows.Workspace) -> product_table.Run:

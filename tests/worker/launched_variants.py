@@ -124,7 +124,8 @@ def main(folder: Path) -> None:
     request = {
         "shape": dataclasses.asdict(RandomWeights(folder, torch.device("cpu")).config), "dtype": "bfloat16",
         "max_blocks": LENGTH // 16, "block_size": 16, "max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "ranks": 1,
-        "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False, "fold_norms": True, "device_name": "NVIDIA H200",
+        "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False, "fold_norms": True,
+        "device_name": "NVIDIA H200",
     }  # fmt: skip
     launch_all(request)
     noted = set(keys)

@@ -95,6 +95,45 @@ def test_every_kernel_that_a_worker_launches_is_compiled_ahead(tmp_path, heads, 
     assert not_compiled_ahead(tmp_path) == []
 
 
+PRODUCTS_AHEAD = """
+import json, sys
+from pathlib import Path
+from pagecast_kernels import product_table
+from pagecast_worker.precompile import launch_all, note_launches
+
+product_table.FOLDER = Path(sys.argv[1])
+noted = note_launches(90, 132)
+launch_all(json.loads(sys.argv[2]))
+ours = [each for each in noted if each.args[0].__name__ == "_few_rows"]
+names = [parameter.name for parameter in ours[0].args[0].params]
+fields = [names.index(name) for name in ("PARTS", "COLUMNS", "PIECES", "ADD")]
+print(json.dumps(sorted([int(each.args[1:][field]) for field in fields] for each in ours)))
+"""
+
+
+def test_products_that_the_table_gives_to_our_own_kernel_are_compiled_ahead(tmp_path):
+    """For every number of rows that the table has, of weights that this model has."""
+    shape = RandomWeights(write_config(tmp_path / "shape", head_dim=32, intermediate_size=1024), torch.device("cpu")).config
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    products = {
+        f"bfloat16 {2 * inner} {hidden}": {"4": {"few_rows": {"columns": 128}}, "128": {"few_rows": {"columns": 256, "pieces": 1}}},
+        f"bfloat16 {hidden} {inner}": {"64": {"few_rows": {"columns": 128, "pieces": 2, "early": True}}, "128": None},
+        "bfloat16 4096 4096": {"64": {"few_rows": {"columns": 64}}},
+    }
+    (tmp_path / "products_test_gpu.json").write_text(json.dumps({"library": 1, "products": products}))
+    request = {
+        "shape": dataclasses.asdict(shape) | {"num_layers": 1}, "dtype": "bfloat16", "max_blocks": 16, "block_size": 16, "max_num_seqs": 4,
+        "max_num_batched_tokens": 64, "ranks": 1, "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False,
+        "fold_norms": True, "device_name": "Test GPU",
+    }  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", PRODUCTS_AHEAD, str(tmp_path), json.dumps(request)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [[1, 128, 1, 0], [1, 128, 2, 1], [1, 256, 1, 0], [2, 256, 1, 0]]
+
+
 def test_every_kernel_of_latents_and_experts_is_compiled_ahead(tmp_path):
     """The same of DeepSeek-V2-Lite, all sizes cut but those that choose its kernels."""
     small = {
