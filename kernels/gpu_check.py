@@ -179,7 +179,7 @@ def check_few_rows() -> Iterator[tuple[str, float]]:
         x, residual = torch.randn(rows, depth, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
         weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16()
         want = reference.linear(x.double(), weight.double())
-        for config, add in itertools.product(few_rows.candidates(rows, columns, depth, configs.processors("cuda")), (False, True)):
+        for config, add in itertools.product(few_rows.candidates(rows, columns, depth, SMS), (False, True)[: 1 + (columns == 4096)]):
             for call in ("first", "second"):
                 out = residual.clone() if add else torch.full_like(residual, float("nan"))
                 few_rows_hopper.launch(x, weight, out, work, config, add)
