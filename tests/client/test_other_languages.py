@@ -1,6 +1,7 @@
 """The example clients of other languages against a real cluster over the oracle. Where a toolchain is missing the test says which."""
 
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
@@ -13,9 +14,10 @@ import pytest
 from e2e.cli_server import Served, serve
 
 from pagecast import Client, SamplingParams
+from pagecast_worker.oracle import EOS_TOKEN_ID, oracle_tokens
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TOKENS = 40
+TOKENS, MOST_TOKENS, VOCAB = 40, 3000, 2048
 Answer = tuple[int, str, dict[str, Any]]
 Generate = Callable[..., Answer]
 
@@ -32,12 +34,26 @@ def need(*programs: str) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with serve("--executor", "oracle", "--oracle-vocab-size", "2048", "--oracle-step-us", "2000") as served:
+    with serve("--executor", "oracle", "--oracle-vocab-size", str(VOCAB), "--oracle-step-us", "2000") as served:
         yield served
 
 
 @pytest.fixture(scope="module")
-def node(server: Served) -> Generate:
+def prompt(server: Served) -> tuple[int, ...]:
+    """What "hello" is to the server."""
+    with Client(server.address) as client:
+        return client.tokenize("hello")
+
+
+@pytest.fixture(scope="module")
+def seed(prompt: tuple[int, ...]) -> int:
+    """One under which no answer ends by itself."""
+    seeds = itertools.count()
+    return next(n for n in seeds if EOS_TOKEN_ID not in oracle_tokens(prompt, MOST_TOKENS, n, vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def node(server: Served, seed: int) -> Generate:
     need("node", "npm")
     folder = EXAMPLES / "node"
     lock, installed = folder / "package-lock.json", folder / "node_modules/.package-lock.json"
@@ -53,14 +69,15 @@ def node(server: Served) -> Generate:
 
     def generate(prompt: str, tokens: int, cancel_after: int | None = None) -> Answer:
         cancel = [] if cancel_after is None else ["--cancel-after", str(cancel_after)]
-        done = run("node", "dist/generate.js", server.address, prompt, "--max-tokens", str(tokens), *cancel, folder=folder)
+        limits = ["--max-tokens", str(tokens), "--seed", str(seed)]
+        done = run("node", "dist/generate.js", server.address, prompt, *limits, *cancel, folder=folder)
         return done.returncode, done.stdout, json.loads(done.stderr.splitlines()[-1])
 
     return generate
 
 
 @pytest.fixture(scope="module")
-def ruby(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Generate:
+def ruby(server: Served, seed: int, tmp_path_factory: pytest.TempPathFactory) -> Generate:
     need("ruby", "protoc", "grpc_ruby_plugin")
     folder = tmp_path_factory.mktemp("ruby")
     shutil.copy(EXAMPLES / "ruby/generate.rb", folder)
@@ -76,7 +93,7 @@ def ruby(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Generate:
 
     def generate(prompt: str, tokens: int, cancel_after: int | None = None) -> Answer:
         cancel = [] if cancel_after is None else [str(cancel_after)]
-        done = run("ruby", "generate.rb", server.address, prompt, str(tokens), *cancel, folder=folder)
+        done = run("ruby", "generate.rb", server.address, prompt, str(tokens), str(seed), *cancel, folder=folder)
         return done.returncode, done.stdout, json.loads(done.stderr.splitlines()[-1])
 
     return generate
@@ -88,11 +105,11 @@ def generate(request: pytest.FixtureRequest) -> Generate:
     return made
 
 
-def test_it_streams_a_whole_answer(generate: Generate) -> None:
+def test_it_streams_a_whole_answer(generate: Generate, prompt: tuple[int, ...], seed: int) -> None:
     code, text, seen = generate("hello", TOKENS)
     assert code == 0 and seen["code"] == "OK" and seen["requestId"]
     assert seen["events"][0] == "accepted" and seen["events"][-1] == "completed"
-    assert len(seen["tokens"]) == TOKENS and seen["finish"] == "FINISH_REASON_LENGTH"
+    assert seen["tokens"] == oracle_tokens(prompt, TOKENS, seed, vocab_size=VOCAB) and seen["finish"] == "FINISH_REASON_LENGTH"
     assert text.strip() != ""
 
 
@@ -103,8 +120,8 @@ def test_a_refusal_arrives_as_a_status_that_names_the_field(generate: Generate) 
 
 
 def test_a_cancel_ends_the_request_on_the_server(server: Served, generate: Generate) -> None:
-    code, _, seen = generate("hello", 3000, 10)
-    assert code == 1 and seen["code"] == "CANCELLED" and 10 <= len(seen["tokens"]) < 3000
+    code, _, seen = generate("hello", MOST_TOKENS, 10)
+    assert code == 1 and seen["code"] == "CANCELLED" and 10 <= len(seen["tokens"]) < MOST_TOKENS
     with Client(server.address) as client:
         assert client.generate("after", SamplingParams(max_tokens=3)).token_ids
         end = time.monotonic() + 30

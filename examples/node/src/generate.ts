@@ -1,4 +1,4 @@
-// node dist/generate.js HOST:PORT "a prompt" [--max-tokens N] [--timeout SECONDS] [--ca FILE] [--token TOKEN] [--cancel-after N]
+// node dist/generate.js HOST:PORT "a prompt" [--max-tokens N] [--seed N] [--timeout SECONDS] [--ca FILE] [--token TOKEN] [--cancel-after N]
 // Streams the answer to standard output; a line of JSON about it goes to standard error. Ctrl-C ends the request on the server.
 import { parseArgs } from "node:util";
 import * as grpc from "@grpc/grpc-js";
@@ -8,6 +8,7 @@ const { values, positionals } = parseArgs({
   allowPositionals: true,
   options: {
     "max-tokens": { type: "string", default: "64" },
+    seed: { type: "string" },
     timeout: { type: "string", default: "60" },
     "cancel-after": { type: "string" },
     ca: { type: "string" },
@@ -19,7 +20,13 @@ const access = { target, ca: values.ca, token: values.token };
 const client = connect(access);
 
 const call = client.GenerateStream(
-  { spec: { promptText: prompt, stopping: { maxOutputTokens: Number(values["max-tokens"]) } } },
+  {
+    spec: {
+      promptText: prompt,
+      stopping: { maxOutputTokens: Number(values["max-tokens"]) },
+      sampling: values.seed ? { seed: values.seed } : undefined,
+    },
+  },
   metadata(access),
   { deadline: Date.now() + 1000 * Number(values.timeout) },
 );
