@@ -6,7 +6,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from pagecast import types
 from pagecast.v1 import generation_pb2 as pb
-from pagecast.v1 import model_pb2, runtime_pb2
+from pagecast.v1 import model_pb2, runtime_pb2, tokenizer_pb2
 
 _REASONS: dict[int, types.FinishReason] = {1: "stop", 2: "length", 3: "time_limit", 4: "constraint_complete"}
 PHASES: dict[int, types.Phase] = {1: "queued", 2: "prefilling", 3: "decoding", 4: "paused_slow_consumer", 5: "recovering", 6: "stalled"}
@@ -119,6 +119,16 @@ def model(message: model_pb2.Model) -> types.Model:
         tuple(known.constraints), known.tool_call_format if known.HasField("tool_call_format") else None,
         known.reasoning_format if known.HasField("reasoning_format") else None, message.tokenizer_digest,
     )
+
+
+def rendered_chat(message: tokenizer_pb2.RenderChatResponse) -> types.RenderedChat:
+    """A conversation under the model's template."""
+    return types.RenderedChat(message.text, tuple(message.token_ids))
+
+
+def server_info(message: runtime_pb2.GetServerInfoResponse) -> types.ServerInfo:
+    """Which server answered."""
+    return types.ServerInfo(message.version, message.instance_id, message.epoch)
 
 
 def load(message: runtime_pb2.GetLoadResponse) -> types.Load:

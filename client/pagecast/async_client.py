@@ -15,16 +15,8 @@ from pagecast.errors import RpcError, from_rpc
 from pagecast.reaching import AsyncReach
 from pagecast.resuming import CANCEL_S, Position, cancelled
 from pagecast.sampling import SamplingParams
-from pagecast.v1 import (
-    generation_pb2,
-    generation_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    runtime_pb2,
-    runtime_pb2_grpc,
-    tokenizer_pb2,
-    tokenizer_pb2_grpc,
-)
+from pagecast.stubs import Stubs
+from pagecast.v1 import generation_pb2, model_pb2, runtime_pb2
 from pagecast.watching import AsyncWatch, is_task_cancelled
 
 T = TypeVar("T")
@@ -134,11 +126,7 @@ class AsyncClient:
             self._channel = grpc.aio.insecure_channel(way.target, way.options)
         else:
             self._channel = grpc.aio.secure_channel(way.target, way.credentials, way.options)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
-        self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
-        self._health = channel.health_method(self._channel)
+        self._stubs = Stubs(self._channel)
         self._reach = AsyncReach(self._channel, way.target, self._metadata)
         self.admin = AsyncAdmin(self._channel, self._ask_method)
 
@@ -146,60 +134,57 @@ class AsyncClient:
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
     ) -> AsyncStream:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
-        spec = requests.generation_spec(prompt, sampling, options)
-        request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
+        request = requests.generate_stream(prompt, sampling, options)
         position = Position.of(request, requests.timeout(options.get("timeout")), options.get("resume", True))
-        return AsyncStream(self._generation, position, self._metadata, self._reach)
+        return AsyncStream(self._stubs.generation, position, self._metadata, self._reach)
 
     async def cancel(self, request_id: str) -> bool:
         """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
         request = generation_pb2.CancelGenerationRequest(request_id=request_id)
-        answer = await self._ask(self._generation.CancelGeneration(request, metadata=self._metadata))
-        return answer.result == generation_pb2.CANCEL_RESULT_CANCELLED
+        answer = await self._ask(self._stubs.generation.CancelGeneration(request, metadata=self._metadata))
+        return bool(answer.result == generation_pb2.CANCEL_RESULT_CANCELLED)
 
     async def generate(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
     ) -> types.Generation:
         """Generate and return the whole result."""
-        request = generation_pb2.GenerateRequest(spec=requests.generation_spec(prompt, sampling, options))
-        call = self._generation.Generate(request, timeout=requests.timeout(options.get("timeout")), metadata=self._metadata)
+        request = requests.generate(prompt, sampling, options)
+        call = self._stubs.generation.Generate(request, timeout=requests.timeout(options.get("timeout")), metadata=self._metadata)
         return answers.generation(await self._ask(call))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
         """Token ids of `text`, as generation sees them."""
-        request = tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-        return tuple((await self._ask(self._tokenizer.Tokenize(request, metadata=self._metadata))).token_ids)
+        request = requests.tokenize(text, add_special_tokens, model)
+        return tuple((await self._ask(self._stubs.tokenizer.Tokenize(request, metadata=self._metadata))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         """Text of `token_ids`."""
-        request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._ask(self._tokenizer.Detokenize(request, metadata=self._metadata))).text
+        request = requests.detokenize(token_ids, skip_special_tokens, model)
+        return str((await self._ask(self._stubs.tokenizer.Detokenize(request, metadata=self._metadata))).text)
 
     async def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
         """How many tokens a text or a conversation has. options: those of conversations, and model."""
         request = requests.count_tokens(prompt, options)
-        return int((await self._ask(self._tokenizer.CountTokens(request, metadata=self._metadata))).num_tokens)
+        return int((await self._ask(self._stubs.tokenizer.CountTokens(request, metadata=self._metadata))).num_tokens)
 
     async def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
         """What a conversation becomes under the model's own template. options: those of conversations, and model."""
-        request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=requests.chat_prompt(messages))
-        requests.fill_chat(request.chat, options)
-        answer = await self._ask(self._tokenizer.RenderChat(request, metadata=self._metadata))
-        return types.RenderedChat(answer.text, tuple(answer.token_ids))
+        request = requests.render_chat(messages, options)
+        return answers.rendered_chat(await self._ask(self._stubs.tokenizer.RenderChat(request, metadata=self._metadata)))
 
     async def models(self, *, timeout: float | None = None) -> tuple[types.Model, ...]:
         """The models served."""
-        answer = await self._ask_method(self._models.ListModels, model_pb2.ListModelsRequest(), timeout)
+        answer = await self._ask_method(self._stubs.models.ListModels, model_pb2.ListModelsRequest(), timeout)
         return tuple(map(answers.model, answer.models))
 
     async def load(self, *, timeout: float | None = None) -> types.Load:
         """How busy the instance that answers is."""
-        return answers.load(await self._ask_method(self._runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
+        return answers.load(await self._ask_method(self._stubs.runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
 
     def watch_load(self, *, min_interval: float = 1.0) -> AsyncWatch[types.Load]:
         """The load now, then whenever it has changed, at most once in min_interval seconds (0.1 to 60)."""
         request = requests.watch_load(min_interval)
-        return AsyncWatch(self._runtime.WatchLoad(request, metadata=self._metadata), answers.watched_load)
+        return AsyncWatch(self._stubs.runtime.WatchLoad(request, metadata=self._metadata), answers.watched_load)
 
     def watch_cache_events(
         self, *, after: types.CacheEvents | None = None, include_token_ids: bool = False
@@ -207,16 +192,16 @@ class AsyncClient:
         """What the prefix cache holds, then every change. after: the last that another watch told, to go on there; a snapshot comes if that
         is no longer known. include_token_ids: also what the blocks hold, which are prompts."""
         request = requests.watch_cache_events(after, include_token_ids)
-        return AsyncWatch(self._runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
+        return AsyncWatch(self._stubs.runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
 
     async def server_info(self) -> types.ServerInfo:
         """Which server answers."""
-        answer = await self._ask(self._runtime.GetServerInfo(runtime_pb2.GetServerInfoRequest(), metadata=self._metadata))
-        return types.ServerInfo(answer.version, answer.instance_id, answer.epoch)
+        request = runtime_pb2.GetServerInfoRequest()
+        return answers.server_info(await self._ask(self._stubs.runtime.GetServerInfo(request, metadata=self._metadata)))
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
         """grpc.health.v1 status of the server, or of one service."""
-        call = self._health(channel.health_request(service), timeout=requests.timeout(timeout), metadata=self._metadata)
+        call = self._stubs.health(channel.health_request(service), timeout=requests.timeout(timeout), metadata=self._metadata)
         return channel.health_status(await self._ask(call))
 
     async def close(self) -> None:

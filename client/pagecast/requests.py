@@ -117,6 +117,16 @@ def delivery(options: RequestOptions) -> pb.DeliveryOptions:
     return message
 
 
+def generate(prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions) -> pb.GenerateRequest:
+    """A request that is answered whole. Raises as generation_spec does."""
+    return pb.GenerateRequest(spec=generation_spec(prompt, sampling, options))
+
+
+def generate_stream(prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions) -> pb.GenerateStreamRequest:
+    """A request that is answered event by event. Raises as generation_spec and delivery do."""
+    return pb.GenerateStreamRequest(spec=generation_spec(prompt, sampling, options), delivery=delivery(options))
+
+
 def watch_load(min_interval: float) -> runtime_pb2.WatchLoadRequest:
     """How often the load is told at most."""
     return runtime_pb2.WatchLoadRequest(min_interval=duration("min_interval", min_interval))
@@ -148,6 +158,23 @@ def chat_prompt(messages: Chat) -> pb.ChatPrompt:
             for m in values
         ]
     )
+
+
+def tokenize(text: str, add_special_tokens: bool, model: str) -> tokenizer_pb2.TokenizeRequest:
+    """A text whose token ids are wanted."""
+    return tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+
+
+def detokenize(token_ids: Sequence[int], skip_special_tokens: bool, model: str) -> tokenizer_pb2.DetokenizeRequest:
+    """Token ids whose text is wanted."""
+    return tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def render_chat(messages: Chat, options: RequestOptions) -> tokenizer_pb2.RenderChatRequest:
+    """A conversation that is to be put into the model's template."""
+    request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=chat_prompt(messages))
+    fill_chat(request.chat, options)
+    return request
 
 
 def count_tokens(prompt: str | Chat, options: RequestOptions) -> tokenizer_pb2.CountTokensRequest:

@@ -13,16 +13,8 @@ from pagecast.errors import RpcError, from_rpc
 from pagecast.reaching import Reach
 from pagecast.resuming import CANCEL_S, Position, cancelled
 from pagecast.sampling import SamplingParams
-from pagecast.v1 import (
-    generation_pb2,
-    generation_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    runtime_pb2,
-    runtime_pb2_grpc,
-    tokenizer_pb2,
-    tokenizer_pb2_grpc,
-)
+from pagecast.stubs import Stubs
+from pagecast.v1 import generation_pb2, model_pb2, runtime_pb2
 from pagecast.watching import Watch
 
 T = TypeVar("T")
@@ -123,68 +115,59 @@ class Client:
             self._channel = grpc.insecure_channel(way.target, way.options)
         else:
             self._channel = grpc.secure_channel(way.target, way.credentials, way.options)
-        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
-        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
-        self._runtime = runtime_pb2_grpc.RuntimeServiceStub(self._channel)
-        self._health = channel.health_method(self._channel)
+        self._stubs = Stubs(self._channel)
         self._reach = Reach(self._channel, way.target, self._metadata)
         self.admin = Admin(self._channel, self._ask)
 
     def stream(self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]) -> Stream:
         """Generate, event by event: Accepted, then Tokens and Progress, SequenceFinished, Completed."""
-        spec = requests.generation_spec(prompt, sampling, options)
-        request = generation_pb2.GenerateStreamRequest(spec=spec, delivery=requests.delivery(options))
+        request = requests.generate_stream(prompt, sampling, options)
         position = Position.of(request, requests.timeout(options.get("timeout")), options.get("resume", True))
-        return Stream(self._generation, position, self._metadata, self._reach)
+        return Stream(self._stubs.generation, position, self._metadata, self._reach)
 
     def cancel(self, request_id: str) -> bool:
         """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
-        answer = self._ask(self._generation.CancelGeneration, generation_pb2.CancelGenerationRequest(request_id=request_id))
-        return answer.result == generation_pb2.CANCEL_RESULT_CANCELLED
+        answer = self._ask(self._stubs.generation.CancelGeneration, generation_pb2.CancelGenerationRequest(request_id=request_id))
+        return bool(answer.result == generation_pb2.CANCEL_RESULT_CANCELLED)
 
     def generate(
         self, prompt: requests.Prompt, sampling: SamplingParams | None = None, **options: Unpack[requests.RequestOptions]
     ) -> types.Generation:
         """Generate and return the whole result."""
-        request = generation_pb2.GenerateRequest(spec=requests.generation_spec(prompt, sampling, options))
-        return answers.generation(self._ask(self._generation.Generate, request, options.get("timeout")))
+        request = requests.generate(prompt, sampling, options)
+        return answers.generation(self._ask(self._stubs.generation.Generate, request, options.get("timeout")))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
         """Token ids of `text`, as generation sees them."""
-        request = tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-        return tuple(self._ask(self._tokenizer.Tokenize, request).token_ids)
+        request = requests.tokenize(text, add_special_tokens, model)
+        return tuple(self._ask(self._stubs.tokenizer.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
         """Text of `token_ids`."""
-        request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        text: str = self._ask(self._tokenizer.Detokenize, request).text
-        return text
+        request = requests.detokenize(token_ids, skip_special_tokens, model)
+        return str(self._ask(self._stubs.tokenizer.Detokenize, request).text)
 
     def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
         """How many tokens a text or a conversation has. options: those of conversations, and model."""
         request = requests.count_tokens(prompt, options)
-        return int(self._ask(self._tokenizer.CountTokens, request).num_tokens)
+        return int(self._ask(self._stubs.tokenizer.CountTokens, request).num_tokens)
 
     def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
         """What a conversation becomes under the model's own template. options: those of conversations, and model."""
-        request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=requests.chat_prompt(messages))
-        requests.fill_chat(request.chat, options)
-        answer = self._ask(self._tokenizer.RenderChat, request)
-        return types.RenderedChat(answer.text, tuple(answer.token_ids))
+        return answers.rendered_chat(self._ask(self._stubs.tokenizer.RenderChat, requests.render_chat(messages, options)))
 
     def models(self, *, timeout: float | None = None) -> tuple[types.Model, ...]:
         """The models served."""
-        return tuple(map(answers.model, self._ask(self._models.ListModels, model_pb2.ListModelsRequest(), timeout).models))
+        return tuple(map(answers.model, self._ask(self._stubs.models.ListModels, model_pb2.ListModelsRequest(), timeout).models))
 
     def load(self, *, timeout: float | None = None) -> types.Load:
         """How busy the instance that answers is."""
-        return answers.load(self._ask(self._runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
+        return answers.load(self._ask(self._stubs.runtime.GetLoad, runtime_pb2.GetLoadRequest(), timeout))
 
     def watch_load(self, *, min_interval: float = 1.0) -> Watch[types.Load]:
         """The load now, then whenever it has changed, at most once in min_interval seconds (0.1 to 60)."""
         request = requests.watch_load(min_interval)
-        return Watch(self._runtime.WatchLoad(request, metadata=self._metadata), answers.watched_load)
+        return Watch(self._stubs.runtime.WatchLoad(request, metadata=self._metadata), answers.watched_load)
 
     def watch_cache_events(
         self, *, after: types.CacheEvents | None = None, include_token_ids: bool = False
@@ -192,16 +175,15 @@ class Client:
         """What the prefix cache holds, then every change. after: the last that another watch told, to go on there; a snapshot comes if that
         is no longer known. include_token_ids: also what the blocks hold, which are prompts."""
         request = requests.watch_cache_events(after, include_token_ids)
-        return Watch(self._runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
+        return Watch(self._stubs.runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
 
     def server_info(self) -> types.ServerInfo:
         """Which server answers."""
-        answer = self._ask(self._runtime.GetServerInfo, runtime_pb2.GetServerInfoRequest())
-        return types.ServerInfo(answer.version, answer.instance_id, answer.epoch)
+        return answers.server_info(self._ask(self._stubs.runtime.GetServerInfo, runtime_pb2.GetServerInfoRequest()))
 
     def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
         """grpc.health.v1 status of the server, or of one service."""
-        return channel.health_status(self._ask(self._health, channel.health_request(service), timeout))
+        return channel.health_status(self._ask(self._stubs.health, channel.health_request(service), timeout))
 
     @property
     def grpc_channel(self) -> grpc.Channel:

@@ -12,18 +12,10 @@ import grpc
 import grpc.aio
 
 from pagecast.access import Tls
-from pagecast.channel import channel_options, health_method, health_request, health_status, target_of
+from pagecast.channel import channel_options, health_request, health_status, target_of
 from pagecast.errors import RpcError, Unavailable, from_rpc
-from pagecast.v1 import (
-    generation_pb2,
-    generation_pb2_grpc,
-    model_pb2,
-    model_pb2_grpc,
-    runtime_pb2,
-    runtime_pb2_grpc,
-    tokenizer_pb2,
-    tokenizer_pb2_grpc,
-)
+from pagecast.stubs import Stubs
+from pagecast.v1 import generation_pb2, model_pb2, runtime_pb2, tokenizer_pb2
 
 HEALTH_TIMEOUT_S = 2.0
 CONNECTIONS = 4
@@ -33,7 +25,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class _Endpoint:
-    """The stubs of one channel."""
+    """One channel and its stubs."""
 
     def __init__(self, target: str, tls: Tls | None) -> None:
         address, own = target_of(target), ("grpc.use_local_subchannel_pool", 1)
@@ -41,11 +33,7 @@ class _Endpoint:
             self.channel = grpc.aio.insecure_channel(address, channel_options([own]))
         else:
             self.channel = grpc.aio.secure_channel(address, tls.credentials(), channel_options([own, *tls.options()]))
-        self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
-        self.models = model_pb2_grpc.ModelServiceStub(self.channel)
-        self.runtime = runtime_pb2_grpc.RuntimeServiceStub(self.channel)
-        self.health = health_method(self.channel)
+        self.stubs = Stubs(self.channel)
 
 
 class Backend:
@@ -64,12 +52,12 @@ class Backend:
         start = next(self._turn) % len(self._endpoints)
         return self._endpoints[start:] + self._endpoints[:start]
 
-    async def _ask(self, call: Callable[[_Endpoint], Any]) -> Any:
+    async def _ask(self, call: Callable[[Stubs], Any]) -> Any:
         """The answer of the first front end that is there. Raises the last RpcError."""
         endpoints = self._in_turn()
         for endpoint in endpoints:
             try:
-                return await call(endpoint)
+                return await call(endpoint.stubs)
             except grpc.RpcError as failed:
                 error = from_rpc(failed)
                 if not isinstance(error, Unavailable) or endpoint is endpoints[-1]:
@@ -79,15 +67,15 @@ class Backend:
     async def generate(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> generation_pb2.GenerateResponse:
         """One whole result. Raises RpcError."""
         request = generation_pb2.GenerateRequest(spec=spec)
-        answer: generation_pb2.GenerateResponse = await self._ask(lambda e: e.generation.Generate(request, metadata=metadata))
+        answer: generation_pb2.GenerateResponse = await self._ask(lambda stubs: stubs.generation.Generate(request, metadata=metadata))
         return answer
 
     async def stream(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> "EventStream":
         """A stream whose first event has arrived, so that a refusal can still become an HTTP status. Raises RpcError."""
         request = generation_pb2.GenerateStreamRequest(spec=spec)
 
-        async def begin(endpoint: _Endpoint) -> EventStream:
-            call = endpoint.generation.GenerateStream(request, metadata=metadata)
+        async def begin(stubs: Stubs) -> EventStream:
+            call = stubs.generation.GenerateStream(request, metadata=metadata)
             events = call.__aiter__()
             try:
                 return EventStream(call, events, await anext(events))
@@ -111,37 +99,37 @@ class Backend:
 
     async def tokenize(self, text: str, add_special_tokens: bool, model: str, metadata: Metadata) -> list[int]:
         request = tokenizer_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
-        return list((await self._ask(lambda e: e.tokenizer.Tokenize(request, metadata=metadata))).token_ids)
+        return list((await self._ask(lambda stubs: stubs.tokenizer.Tokenize(request, metadata=metadata))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], model: str, metadata: Metadata) -> str:
         request = tokenizer_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=False)
-        text: str = (await self._ask(lambda e: e.tokenizer.Detokenize(request, metadata=metadata))).text
+        text: str = (await self._ask(lambda stubs: stubs.tokenizer.Detokenize(request, metadata=metadata))).text
         return text
 
     async def render_chat(self, chat: generation_pb2.ChatPrompt, model: str, metadata: Metadata) -> list[int]:
         request = tokenizer_pb2.RenderChatRequest(model=model, chat=chat)
-        return list((await self._ask(lambda e: e.tokenizer.RenderChat(request, metadata=metadata))).token_ids)
+        return list((await self._ask(lambda stubs: stubs.tokenizer.RenderChat(request, metadata=metadata))).token_ids)
 
     async def room(self, spec: generation_pb2.GenerationSpec, metadata: Metadata) -> int:
         """How many tokens of output a spec's text or token ids leave room for; 0 or less: none. Raises RpcError."""
         request = tokenizer_pb2.CountTokensRequest(model=spec.model, text=spec.prompt_text)
-        answer = await self._ask(lambda e: e.tokenizer.CountTokens(request, metadata=metadata))
+        answer = await self._ask(lambda stubs: stubs.tokenizer.CountTokens(request, metadata=metadata))
         return int(answer.max_model_len) - (len(spec.prompt_token_ids.ids) or int(answer.num_tokens))
 
     async def models(self, metadata: Metadata) -> list[model_pb2.Model]:
         request = model_pb2.ListModelsRequest()
-        return list((await self._ask(lambda e: e.models.ListModels(request, metadata=metadata))).models)
+        return list((await self._ask(lambda stubs: stubs.models.ListModels(request, metadata=metadata))).models)
 
     async def load(self, metadata: Metadata) -> runtime_pb2.GetLoadResponse:
         request = runtime_pb2.GetLoadRequest()
-        answer: runtime_pb2.GetLoadResponse = await self._ask(lambda e: e.runtime.GetLoad(request, metadata=metadata))
+        answer: runtime_pb2.GetLoadResponse = await self._ask(lambda stubs: stubs.runtime.GetLoad(request, metadata=metadata))
         return answer
 
     async def is_serving(self, metadata: Metadata) -> bool:
         """Whether any front end says SERVING to this caller."""
         for endpoint in self._in_turn():
             try:
-                if health_status(await endpoint.health(health_request(""), timeout=HEALTH_TIMEOUT_S, metadata=metadata)) == "SERVING":
+                if health_status(await endpoint.stubs.health(health_request(""), timeout=HEALTH_TIMEOUT_S, metadata=metadata)) == "SERVING":
                     return True
             except grpc.RpcError:
                 continue
