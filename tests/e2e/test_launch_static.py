@@ -87,7 +87,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def head_node(hosts: tuple[Host, Host], keys: Path, folder: Path, *words: str) -> Iterator[tuple[Node, tuple[str, ...]]]:
     """Host 0, and the words that host 1 needs to be its other half."""
-    common = ("--head", f"{hosts[0].address}:{free_port()}", "--wire-keys", str(keys), "--log-format", "json", *words)
+    common = ("--head", f"{hosts[0].address}:{free_port()}", "--wire-keys", str(keys), *words)
     with Node(hosts[0], *common, "--port", "0", "--uds", str(folder / "grpc.sock"), "--drain-announce-s", "0") as head:
         yield head, (*common, "--node-rank", "1")
 

@@ -18,7 +18,7 @@ SCOPE = "a-scope-of-carnelian"
 def test_prompts_and_answers_are_in_no_log() -> None:
     """With refusals, a cancelled stream and the death of a worker, whose lines are the likeliest to say too much."""
     oracle = ("--executor", "oracle", "--oracle-vocab-size", "2048", "--oracle-step-us", "1000")
-    with serve(*oracle, "--log-format", "json", "--log-level", "debug") as served:
+    with serve(*oracle, "--log-level", "debug") as served:
         params = SamplingParams(temperature=1, seed=5, max_tokens=600, stop=[STOP], ignore_eos=True)
         with Client(served.address) as client:
             whole = client.generate(PROMPT, params, request_id="the-whole-one", cache_scope=SCOPE)
