@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
 from pagecast_kernels import configs
-from pagecast_kernels.quantized_weights import BIAS, TILE_ROWS, PackedWeight, tile_columns
+from pagecast_kernels.quantized_weights import DEFAULT_ZEROS, TILE_ROWS, PackedWeight, tile_columns
 from pagecast_kernels.shares import arrives_last
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -428,7 +428,7 @@ def unpack_weight(weight: PackedWeight, out: Tensor) -> Tensor:
     row_tiles, column_tiles, _ = weight.words.shape
     _unpack_tiles[(row_tiles, column_tiles)](
         weight.words, weight.scales, weight.zeros, out, weight.rows, weight.columns, weight.scales.stride(0), column_tiles,
-        4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, float(BIAS[weight.kind]),
+        4 if weight.kind == "int4" else 8, weight.kind == "fp8", weight.group, weight.zeros is not None, float(DEFAULT_ZEROS[weight.kind]),
         weight.paired, num_warps=4,
     )  # fmt: skip
     return out

@@ -16,8 +16,8 @@ from torch import Tensor
 Kind = Literal["int4", "int8", "fp8"]
 TILE_ROWS, TILE_WORDS = 64, 1024
 FP8_MAX = 448.0
-BIAS = {"int4": 8, "int8": 128, "fp8": 0}
-"""What is subtracted from a stored value where no zero points are given."""
+DEFAULT_ZEROS = {"int4": 8, "int8": 128, "fp8": 0}
+"""The zero point, which is subtracted from a stored value, where a weight has none of its own."""
 GROUPS = (32, 64, 128)
 """Columns that may share a scale, beside multiples of 128 and whole rows."""
 
@@ -47,7 +47,7 @@ class PackedWeight(_Packed):
 
     paired: rows are gate rows and then as many up rows, and lie in tiles as eight of each in turn, so that one thread holds both
     of a pair. words int32[N / 64, K / tile, 1024]; scales float32[G, N], G groups of `group` columns, or G = 1 and group 0 for whole rows;
-    zeros float32[G, N] of the stored (biased) values, or None where every zero is BIAS[kind].
+    zeros float32[G, N] of the stored values, or None where every zero is DEFAULT_ZEROS[kind].
     """
 
     @property
@@ -131,7 +131,7 @@ def stacked(weights: list[PackedWeight], orders: list[Tensor | None]) -> PackedE
     """Experts of one kind, shape and group. orders int64[K], as PackedExperts' for each."""
     first, zeros, order = weights[0], None, None
     if any(weight.zeros is not None for weight in weights):
-        zeros = torch.stack([torch.full_like(w.scales, BIAS[w.kind]) if w.zeros is None else w.zeros for w in weights])
+        zeros = torch.stack([torch.full_like(w.scales, DEFAULT_ZEROS[w.kind]) if w.zeros is None else w.zeros for w in weights])
     if any(own is not None for own in orders):
         plain = torch.arange(first.columns, device=first.words.device)
         order = torch.stack([plain if own is None else own for own in orders]).int()
@@ -188,7 +188,7 @@ def dequantized(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     stored = unpack(weight)
     values = stored.view(torch.float8_e4m3fn).to(wide) if weight.kind == "fp8" else stored.to(wide)
     spread = lambda x: x.to(wide).t().repeat_interleave(weight.group or values.shape[1], 1)[: weight.rows, : weight.columns]
-    zeros = BIAS[weight.kind] if weight.zeros is None else spread(weight.zeros)
+    zeros = DEFAULT_ZEROS[weight.kind] if weight.zeros is None else spread(weight.zeros)
     value = ((values - zeros) * spread(weight.scales)).to(dtype)
     return value[paired_order(weight.rows).argsort().to(value.device)] if weight.paired else value
 

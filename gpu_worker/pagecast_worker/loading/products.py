@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from pagecast_kernels import quantized_weights
-from pagecast_kernels.quantized_weights import BIAS, Kind, PackedExperts, PackedWeight, ScaledExperts, tile_columns
+from pagecast_kernels.quantized_weights import (
+    DEFAULT_ZEROS,
+    TILE_ROWS,
+    TILE_WORDS,
+    Kind,
+    PackedExperts,
+    PackedWeight,
+    ScaledExperts,
+    tile_columns,
+)
 from pagecast_worker.layers.embedding import Head
 from pagecast_worker.layers.experts import Experts, Grouped
 from pagecast_worker.layers.feed_forward import FeedForward
@@ -175,7 +184,7 @@ def _eight_bits(whole: Stored) -> tuple[Tensor, Tensor]:
 
 def _packed(whole: Stored, gated: bool) -> PackedWeight:
     zeros = whole.zeros
-    if zeros is not None and bool((zeros == BIAS[whole.kind]).all()):
+    if zeros is not None and bool((zeros == DEFAULT_ZEROS[whole.kind]).all()):
         zeros = None
     return quantized_weights.pack(whole.kind, whole.values, whole.scales, zeros, whole.group, gated)
 
@@ -193,9 +202,9 @@ def empty_weight(product: Product, method: str | None, scheme: Scheme | None) ->
     eight = head or (scheme is not None and scheme.bits == 8)
     kind: Kind = "fp8" if scheme is not None and scheme.form == "fp8" else "int8" if eight else "int4"
     padded = -(-columns // 128) * 128
-    height = -(-rows // 64)
-    scales = made(padded // group if group else 1, height * 64)
-    words = made(height, padded // tile_columns(kind), 1024, dtype=torch.int32)
+    row_tiles = -(-rows // TILE_ROWS)
+    scales = made(padded // group if group else 1, row_tiles * TILE_ROWS)
+    words = made(row_tiles, padded // tile_columns(kind), TILE_WORDS, dtype=torch.int32)
     zeros = scales if scheme is not None and scheme.form == "awq" else None
     whole = (kind, rows, columns, group, words, scales, zeros, product.gated)
     return PackedExperts(*whole) if experts else Packed(PackedWeight(*whole))

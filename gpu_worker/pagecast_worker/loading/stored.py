@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagecast_kernels.quantized_weights import BIAS, FP8_MAX, GROUPS, Kind, round_to_nearest, usable_group
+from pagecast_kernels.quantized_weights import DEFAULT_ZEROS, FP8_MAX, GROUPS, Kind, round_to_nearest, usable_group
 from pagecast_worker.executor import LoadError
 from pagecast_worker.loading.schemes import Scheme
 from pagecast_worker.parallel import Part
@@ -70,7 +70,7 @@ class Stored:
         """[N, K], columns in the order of x. Arithmetic in float32."""
         values = self.values.view(torch.float8_e4m3fn).float() if self.kind == "fp8" else self.values.float()
         spread = lambda x: x.repeat_interleave(self.group or values.shape[1], 1)[:, : values.shape[1]]
-        zeros = BIAS[self.kind] if self.zeros is None else spread(self.zeros)
+        zeros = DEFAULT_ZEROS[self.kind] if self.zeros is None else spread(self.zeros)
         value = ((values - zeros) * spread(self.scales)).to(dtype)
         return value if self.order is None else value[:, self.order.argsort()]
 
@@ -86,7 +86,7 @@ def joined(parts: list[Stored]) -> Stored | None:
             return None
     zeros = None
     if any(part.zeros is not None for part in parts):
-        zeros = torch.cat([torch.full_like(p.scales, BIAS[p.kind]) if p.zeros is None else p.zeros for p in parts])
+        zeros = torch.cat([torch.full_like(p.scales, DEFAULT_ZEROS[p.kind]) if p.zeros is None else p.zeros for p in parts])
     return replace(first, values=torch.cat([p.values for p in parts]), scales=torch.cat([p.scales for p in parts]), zeros=zeros)
 
 
