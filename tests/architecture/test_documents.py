@@ -102,6 +102,11 @@ def test_readme_python_compiles_and_its_names_are_public() -> None:
             exec(line, {})
 
 
+def test_the_family_that_is_shown_is_the_one_that_is_there() -> None:
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding-a-model.md").read_text(), re.S)
+    assert shown[0] == (PACKAGES["pagecast_worker"] / "models/qwen3.py").read_text()
+
+
 def test_readme_leads_to_every_document() -> None:
     assert [path.name for path in (ROOT / "docs").glob("*.md") if f"](docs/{path.name})" not in README] == []
 
