@@ -6,6 +6,7 @@ Products of every kind of packed weight, also of experts, of 8-bit rows, rows th
 over a cache of e4m3; mixtures of experts that are not quantized. Prints what is wrong; exits 1 if anything is.
 """
 
+import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -177,5 +178,6 @@ def check_cache() -> Iterator[tuple[str, float]]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     products = [(check_packed(), 4e-3), (check_head(), 4e-3), (check_scaled(), 6e-3)]
     sys.exit(bool(report([*products, (check_experts(), 8e-3), (check_mixtures(), 8e-3), (check_cache(), 8e-3)])))

@@ -3,8 +3,8 @@
 Every service, method, message, field and enum value appears once, in the order of the files. The protos are the only source.
 """
 
+import argparse
 import importlib.resources
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,8 +115,11 @@ def _type(message: pb.DescriptorProto, field: pb.FieldDescriptorProto) -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead, and exit 1 on a difference")
+    check = parser.parse_args().check
     made = "\n".join([HEAD, *(line for file in descriptors().file for line in Document(file).lines())]).rstrip() + "\n"
-    if "--check" not in sys.argv:
+    if not check:
         OUT.write_text(made)
     elif not OUT.exists() or OUT.read_text() != made:
         raise SystemExit("docs/reference.md is out of date, run protos/document.py")

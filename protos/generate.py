@@ -5,6 +5,7 @@ Code is generated with the oldest toolchain we support (grpcio-tools 1.71.2, pro
 stubs come from mypy-protobuf.
 """
 
+import argparse
 import filecmp
 import importlib.resources
 import sys
@@ -50,7 +51,9 @@ def stale_files(fresh_folder: Path, kept_folder: Path) -> list[str]:
 
 
 def main() -> None:
-    if "--check" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead, and exit 1 on a difference")
+    if not parser.parse_args().check:
         generate(OUT)
         generate_compat(COMPAT_OUT)
         return

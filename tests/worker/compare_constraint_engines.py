@@ -1,13 +1,13 @@
 """llguidance beside xgrammar on the vocabulary of SmolLM2: what compiling and masks cost, and whether the texts are valid.
 
-    PYTHONPATH=tests python tests/worker/compare_constraint_engines.py [schemas]
+    PYTHONPATH=tests python tests/worker/compare_constraint_engines.py [SCHEMAS]
 
 xgrammar is not a dependency of Pagecast: install it beside. Each engine writes one text for each of the random schemas of
 random_schemas.py, drawing at random under its masks.
 """
 
+import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 
@@ -93,6 +93,8 @@ def measure(name: str, compile_schema: Callable[[str], tuple[Step, Callable[[int
 
 
 if __name__ == "__main__":
-    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("schemas", nargs="?", type=int, default=200, metavar="SCHEMAS", help="how many (default: %(default)s)")
+    wanted = parser.parse_args().schemas
     for engine, make in (("llguidance", llguidance_engine), ("xgrammar", xgrammar_engine)):
         measure(engine, make(), wanted)

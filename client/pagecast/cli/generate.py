@@ -10,7 +10,7 @@ from pagecast.requests import Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="text to go on from; - reads it from standard input")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to go on from; - reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="ask as a user, through the model's chat template")
     parser.add_argument("--quiet", action="store_true", help="no figures at the end")
     arguments.add_target(parser)

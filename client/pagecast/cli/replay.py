@@ -5,7 +5,7 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", help="what `pagecast serve --record FILE` wrote")
+    parser.add_argument("file", metavar="FILE", help="what `pagecast serve --record FILE` wrote")
     parser.add_argument("--picture", metavar="PNG", help="draw block use, running, waiting and preemptions over plans")
     parser.add_argument("--times", action="store_true", help="run nothing again: tell by kinds of steps where its time went")
 

@@ -15,7 +15,7 @@ _NAME = re.compile(r"[\w.@/:-]{1,128}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("principal", help="whose token it is")
+    parser.add_argument("principal", metavar="PRINCIPAL", help="whose token it is")
     parser.add_argument("--file", metavar="FILE", help="file of principals to add it to, made with mode 0600 if it is not there")
     parser.add_argument("--days", type=Number(above=0, most=36_500, unit="days"), metavar="N", help="days until it ends (default: never)")
     parser.add_argument("--role", action="append", choices=("infer", "observe", "admin"), dest="roles",
