@@ -2,6 +2,7 @@
 nothing inner leaks, memory stays, and a canary's tokens never change."""
 
 import asyncio
+import contextlib
 import gzip
 import re
 import socket
@@ -185,6 +186,13 @@ def test_messages_over_the_limit_cost_no_memory(target: Target) -> None:
     assert frontend.memory_info().rss - before < 64 * MEBIBYTE
 
 
+def until_hung_up(connection: socket.socket) -> None:
+    """Raises TimeoutError if the server keeps the connection open and silent."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(65536):
+            pass
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -197,11 +205,7 @@ def test_other_protocols_on_the_port_are_hung_up_on(target: Target, data: bytes)
     host, port = target.served.address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(data)
-        try:
-            while connection.recv(65536):
-                pass
-        except ConnectionResetError:
-            pass
+        until_hung_up(connection)
 
 
 FRAME = st.tuples(st.integers(0, 12), st.integers(0, 255), st.integers(0, 9), st.binary(max_size=60))
@@ -219,11 +223,7 @@ def test_any_frames_after_the_preface(target: Target, frames: list[tuple[int, in
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
-        try:
-            while connection.recv(65536):
-                pass
-        except ConnectionResetError:
-            pass
+        until_hung_up(connection)
 
 
 @pytest.mark.parametrize("kind", ["rapid reset", "pings", "settings", "tiny requests", "silent connections"])
