@@ -1,15 +1,36 @@
-"""Checks DeliveryOptions: how a caller wants the events of one stream."""
+"""How a caller wants the events of one stream, and the check of DeliveryOptions, which say it."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.findings import Findings
 from pagecast_scheduler.frontend.limits import Limits
-from pagecast_scheduler.frontend.streams import CREDIT_TOKENS, Delivery
 
 PROGRESS_S = 15.0
 """Silence before a progress event where the caller names none; proxies cut quiet streams after minutes."""
 MAX_FLUSH_S = 1.0
+CREDIT_TOKENS = 1024
+"""Undelivered tokens of a stream above which its request is paused, unless the caller says otherwise; it goes on when all of them are
+delivered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one call wants its output. Times in seconds. max_tokens: of one event, 0 for no limit. detach_grace_s: how long the request
+    goes on without a reader, 0 to end with the call. pauses: whether an unread request is paused, not ended. credit_tokens: how many
+    tokens may be unread before."""
+
+    progress_interval_s: float = float("inf")
+    flush_interval_s: float = 0.0
+    max_tokens: int = 0
+    detach_grace_s: float = 0.0
+    pauses: bool = True
+    credit_tokens: int = CREDIT_TOKENS
+
+
+DEFAULT_DELIVERY = Delivery()
+"""Of a call that says nothing about it."""
 
 
 def check_delivery(message: Any, limits: Limits, max_detach_grace_s: float) -> Delivery:

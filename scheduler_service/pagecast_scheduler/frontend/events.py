@@ -2,7 +2,8 @@
 
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.output_sequence import Output, OutputSequence
-from pagecast_scheduler.frontend.streams import PreparedRequest, RequestStream
+from pagecast_scheduler.frontend.prepared_request import PreparedRequest
+from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_scheduler.frontend.token_records import Bytes, output_records, prompt_records, raw_bytes
 from pagecast_wire.intake import Phase, Progress, Usage
 from pagecast_wire.sampling import FinishReason

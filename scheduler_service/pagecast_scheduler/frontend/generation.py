@@ -15,16 +15,17 @@ from pagecast_scheduler.frontend import call_context
 from pagecast_scheduler.frontend.answer_parser import AnswerPlan, behind_reasoning, plan_answer
 from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
 from pagecast_scheduler.frontend.constraints import constraint_of, constraint_path
-from pagecast_scheduler.frontend.delivery import check_delivery
+from pagecast_scheduler.frontend.delivery import DEFAULT_DELIVERY, Delivery, check_delivery
 from pagecast_scheduler.frontend.errors import Reason, Refusal, adapter_unknown, field_violation
 from pagecast_scheduler.frontend.events import EventWriter, server_timing, whole_answer
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.namespace import derive
+from pagecast_scheduler.frontend.prepared_request import PreparedRequest, output_sequences
 from pagecast_scheduler.frontend.principals import Principal
-from pagecast_scheduler.frontend.resuming import digest_of, pack, unknown_yet, unpack
+from pagecast_scheduler.frontend.resuming import cursors_of, digest_of, pack, unknown_yet, unpack
 from pagecast_scheduler.frontend.sampling_rules import check_something_allowed, with_bad_words
 from pagecast_scheduler.frontend.service_state import ServiceState
-from pagecast_scheduler.frontend.streams import Cursor, Delivery, PreparedRequest, RequestStream, output_sequences
+from pagecast_scheduler.frontend.streams import RequestStream
 from pagecast_scheduler.frontend.validation import CheckedSpec, check_answer_size, check_lengths, check_spec, is_request_id, truncated
 from pagecast_wire import pack_u32, view_u32
 from pagecast_wire.control import Attach, Attached, CancelRequests
@@ -57,19 +58,8 @@ def checked_request_id(text: str, max_length: int) -> str:
     return text
 
 
-def cursors_of(request: Any) -> dict[int, Cursor]:
-    """Where a resume begins in each sequence. Raises Refusal for a sequence that is named twice."""
-    cursors: dict[int, Cursor] = {}
-    for i, cursor in enumerate(request.cursors):
-        if cursor.sequence_index in cursors:
-            raise field_violation(f"cursors[{i}].sequence_index", f"must be given once each, not {cursor.sequence_index} twice")
-        given = [getattr(cursor, name) if cursor.HasField(name) else None for name in ("text_bytes", "reasoning_bytes", "tool_call_bytes")]
-        cursors[cursor.sequence_index] = Cursor(cursor.next_token_offset, *given)
-    return cursors
-
-
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Generate and GenerateStream."""
+    """Generate and GenerateStream; ResumeStream and CancelGeneration of what these began."""
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
@@ -80,7 +70,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole result in one answer."""
         prepared = await self._prepare(request.spec, context, False)
         check_answer_size(prepared.spec, prepared.num_prompt_tokens, self._state.limits())
-        stream = self._open(prepared, False, Delivery())
+        stream = self._open(prepared, False, DEFAULT_DELIVERY)
         try:
             await self._until_accepted(stream, context)
             while not stream.is_done:

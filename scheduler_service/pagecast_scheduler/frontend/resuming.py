@@ -5,16 +5,18 @@ description that travelled with the request. The scheduler does not look into it
 """
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from pagecast_scheduler.frontend.answer_parser import AnswerPlan
 from pagecast_scheduler.frontend.call_forms import CALL_FORMATS, FORCED
+from pagecast_scheduler.frontend.errors import field_violation
 from pagecast_scheduler.frontend.output_parts import REASONING_FORMATS
 from pagecast_scheduler.frontend.output_sequence import OutputSequence
+from pagecast_scheduler.frontend.prepared_request import PreparedRequest
 from pagecast_scheduler.frontend.principals import Principal
-from pagecast_scheduler.frontend.streams import PreparedRequest
 from pagecast_scheduler.frontend.validation import CheckedSpec
 from pagecast_wire.control import Attach, Attached
 
@@ -73,3 +75,24 @@ def digest_of(spec: Any) -> bytes:
 def unknown_yet(attach: Attach, principal: Principal) -> tuple[PreparedRequest, list[OutputSequence]]:
     """Stands for a request of which only the id is known until the scheduler answers."""
     return PreparedRequest(attach.request_id, "", "", None, attach, 0, None, principal), []  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How much of a sequence a resuming reader has: tokens, and UTF-8 bytes of text, reasoning and tool calls where it says so."""
+
+    next_offset: int = 0
+    text_bytes: int | None = None
+    reasoning_bytes: int | None = None
+    tool_call_bytes: int | None = None
+
+
+def cursors_of(request: Any) -> dict[int, Cursor]:
+    """Where a resume begins in each sequence. Raises Refusal for a sequence that is named twice."""
+    cursors: dict[int, Cursor] = {}
+    for i, cursor in enumerate(request.cursors):
+        if cursor.sequence_index in cursors:
+            raise field_violation(f"cursors[{i}].sequence_index", f"must be given once each, not {cursor.sequence_index} twice")
+        given = [getattr(cursor, name) if cursor.HasField(name) else None for name in ("text_bytes", "reasoning_bytes", "tool_call_bytes")]
+        cursors[cursor.sequence_index] = Cursor(cursor.next_token_offset, *given)
+    return cursors

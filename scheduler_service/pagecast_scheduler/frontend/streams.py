@@ -8,97 +8,21 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from pagecast_scheduler.frontend.answer_parser import AnswerParser, AnswerPlan
-from pagecast_scheduler.frontend.detokenizer import Detokenizer
+from pagecast_scheduler.frontend.delivery import DEFAULT_DELIVERY, Delivery
 from pagecast_scheduler.frontend.errors import OF_FINISH, Reason, Refusal, future_offset, of_finished, of_rejected
 from pagecast_scheduler.frontend.output_sequence import OutputSequence
-from pagecast_scheduler.frontend.principals import ANONYMOUS, Principal
-from pagecast_scheduler.frontend.prompt_logprobs import PromptRecords
+from pagecast_scheduler.frontend.prepared_request import PreparedRequest, prompt_records_of
 from pagecast_scheduler.frontend.quotas import Lease
-from pagecast_scheduler.frontend.tokenizer import Tokenizer
-from pagecast_scheduler.frontend.validation import CheckedSpec
+from pagecast_scheduler.frontend.resuming import Cursor
 from pagecast_wire.control import Attach, Attached, EarlierLogprobs, Leave
-from pagecast_wire.intake import Finished, Pause, Phase, Progress, PromptLogprobs, Rejected, StopAt, Submit, TokenLogprobs, Usage
+from pagecast_wire.intake import Finished, Pause, Phase, Progress, PromptLogprobs, Rejected, StopAt, TokenLogprobs, Usage
 from pagecast_wire.sampling import FinishReason
-
-CREDIT_TOKENS = 1024
-"""Undelivered tokens of a stream above which its request is paused, unless the caller says otherwise; it goes on when all of them are
-delivered."""
-
 
 MISTAKE_GRACE_MS = 10_000
 """A resume that asks for what cannot be leaves the request time for a better one."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """A valid request, tokenized. `submit` bears no key yet; the engine client gives one. deadline: monotonic seconds, or None.
-    answer: the forms that its output is read with."""
-
-    request_id: str
-    model: str
-    model_digest: str
-    spec: CheckedSpec
-    submit: Submit
-    num_prompt_tokens: int
-    deadline: float | None
-    principal: Principal = ANONYMOUS
-    answer: AnswerPlan = field(default_factory=AnswerPlan)
-
-
-def prompt_records_of(request: PreparedRequest) -> PromptRecords | None:
-    """Where the prompt's log-probabilities gather, if they were asked for."""
-    if request.submit.sampling.num_prompt_logprobs < 0:
-        return None
-    return PromptRecords(request.submit, request.spec.max_prompt_positions)
-
-
-def output_sequences(request: PreparedRequest, tokenizer: Tokenizer) -> list[OutputSequence]:
-    """The sequences of a request, empty."""
-    spec, answer = request.spec, request.answer
-    eager = bool(spec.stop_texts)
-    shown = {} if spec.skip_special_tokens else tokenizer.special_bytes()
-    if spec.skip_special_tokens and answer.shown_specials:
-        names = {name.encode() for name in answer.shown_specials}
-        shown = {token_id: name for token_id, name in tokenizer.special_bytes().items() if name in names}
-    made = []
-    for index in range(request.submit.num_sequences):
-        detokenizer = None
-        if spec.want_text or eager:
-            detokenizer = Detokenizer(
-                tokenizer, spec.stop_texts, spec.min_output_tokens, include_stop=spec.include_stop, shown=shown
-            )
-        parser = None if answer.is_plain else AnswerParser(answer, request.request_id, index)
-        made.append(OutputSequence(index, detokenizer, eager, parser))
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """How much of a sequence a resuming reader has: tokens, and UTF-8 bytes of text, reasoning and tool calls where it says so."""
-
-    next_offset: int = 0
-    text_bytes: int | None = None
-    reasoning_bytes: int | None = None
-    tool_call_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How one call wants its output. Times in seconds. max_tokens: of one event, 0 for no limit. detach_grace_s: how long the request
-    goes on without a reader, 0 to end with the call. pauses: whether an unread request is paused, not ended. credit_tokens: how many
-    tokens may be unread before."""
-
-    progress_interval_s: float = float("inf")
-    flush_interval_s: float = 0.0
-    max_tokens: int = 0
-    detach_grace_s: float = 0.0
-    pauses: bool = True
-    credit_tokens: int = CREDIT_TOKENS
 
 
 class RequestStream:
@@ -110,7 +34,7 @@ class RequestStream:
 
     def __init__(
         self, request: PreparedRequest, sequences: list[OutputSequence], send: Callable[[msgspec.Struct], None], is_streaming: bool,
-        delivery: Delivery = Delivery(), attach_to: Attach | None = None, cursors: "dict[int, Cursor] | None" = None,
+        delivery: Delivery = DEFAULT_DELIVERY, attach_to: Attach | None = None, cursors: dict[int, Cursor] | None = None,
     ) -> None:  # fmt: skip
         """attach_to: this call resumes a request, of which `request` only says the id until the scheduler has told the rest."""
         self.request = request
