@@ -61,8 +61,13 @@ def write_keys(folder: Path, scheduler: SchedulerKeys, rank: RankKeys) -> None:
             raise FileExistsError(f"{folder / name} is there already")
     for name, keys in ((SCHEDULER_FILE, scheduler), (RANK_FILE, rank)):
         fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(keys), indent=1) + b"\n")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(keys), indent=1) + b"\n")
+        except OSError:
+            for made in (SCHEDULER_FILE, RANK_FILE):  # the half of a pair would be of no use, and in the way of the next try
+                (folder / made).unlink(missing_ok=True)
+            raise
 
 
 def _read(path: Path, kind: type[K]) -> K:

@@ -1,10 +1,12 @@
 """The client commands as processes: what they print, how they end, and what Ctrl-C does."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from os import fsdecode, fsencode
 from pathlib import Path
 
@@ -115,6 +117,22 @@ def test_keys_go_into_a_folder_of_any_name(tmp_path: Path) -> None:
     done = subprocess.run([*PAGECAST, "keys", str(folder)], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith(fsencode(folder).decode(errors="replace")), done.stderr
     assert {file.name for file in folder.iterdir()} == {"scheduler.key", "rank.key"}
+
+
+def test_keys_that_a_full_disk_cuts_off_are_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    folder, command = tmp_path / "keys", [*PAGECAST, "keys", str(tmp_path / "keys")]
+    few = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (64, 64))  # bytes that a file may have
+    full = subprocess.run(command, capture_output=True, text=True, preexec_fn=few, timeout=120)
+    assert full.returncode == 2 and "cannot write to" in full.stderr and list(folder.iterdir()) == []
+    assert pagecast("keys", str(folder)).returncode == 0 and len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("words", [["generate", "hello"], ["models"], ["version"]])
+def test_output_that_its_disk_does_not_take_is_told_in_one_line(server: FakeServer, words: list[str]) -> None:
+    target = [] if words == ["version"] else ["--target", server.target]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*PAGECAST, *words, *target], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, f"pagecast {words[0]}: cannot write: No space left on device\n")
 
 
 def test_the_rate_leaves_out_every_token_of_the_first_message() -> None:

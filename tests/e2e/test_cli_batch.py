@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_one_line_cannot_end_a_batch_nor_be_cut_in_two(tmp_path: Path) -> None:
         line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt, "max_tokens": 2}}
         lines.append(json.dumps(line, ensure_ascii="\ud83d" in name + prompt))  # the first with its characters as they are
     lines.append(lines[-1].replace('"c"', '"d"').replace('"max_tokens": 2', '"temperature": NaN'))
-    source.write_text("\n".join(lines), "utf-8")
+    source.write_text("\n".join(lines), "utf-8-sig")  # as some editors begin a file
     done = pagecast("batch", str(source), "--executor", "oracle")
     assert done.returncode == 1 and "5 requests, 0 answered before, 5 now, 2 failed" in done.stdout, done.stdout + done.stderr
     answers = read(output)
@@ -134,6 +135,16 @@ def test_a_server_that_is_away_ends_the_batch_and_no_line(tmp_path: Path, monkey
     assert {name: answer["status_code"] for name, answer in read(output).items()} == {"a": 200}
 
 
+def test_a_disk_that_is_full_ends_the_batch_and_says_so() -> None:
+    server = FakeServer()
+    tasks = [batch.Task(name, "/v1/completions", {"prompt": "hello"}) for name in "ab"]
+    try:
+        with batch.opened(Path("/dev/full")) as sink, pytest.raises(batch.Unwritable, match=r"write /dev/full: No space left.*same again"):
+            asyncio.run(batch.answer_all(tasks, batch.Server(server.target, None, None), sink, 2, 2))
+    finally:
+        server.close()
+
+
 def test_an_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "notes"
     write(source, 1)
@@ -141,6 +152,9 @@ def test_an_output_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
         output.write_text(content)
         refused = pagecast("batch", str(source), "--output", str(output), "--executor", "oracle")
         assert refused.returncode == 2 and "not an answer of a batch" in refused.stderr and output.read_text() == content
+    os.mkfifo(pipe := tmp_path / "pipe")
+    endless = pagecast("batch", str(source), "--output", str(pipe), "--executor", "oracle")
+    assert endless.returncode == 2 and "must be an ordinary file" in endless.stderr and len(endless.stderr.splitlines()) == 1
     nowhere = pagecast("batch", str(source), "--output", str(tmp_path / "no" / "file"), "--executor", "oracle")
     assert nowhere.returncode == 2 and nowhere.stderr.endswith("file: No such file or directory\n") and "cannot write" in nowhere.stderr
 

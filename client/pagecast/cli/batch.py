@@ -11,8 +11,9 @@ import secrets
 import shutil
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -52,6 +53,10 @@ class BadBatch(PagecastError):
 
 class ServerAway(PagecastError):
     """Nobody has answered any line for PATIENCE_S."""
+
+
+class Unwritable(PagecastError):
+    """An answer does not go into the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +123,8 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     done = answered(output)
     left = [task for task in tasks if task.custom_id not in done]
-    with _opened(output) as sink:
-        for line in bad:
-            sink.write(_text(line.answer()) + "\n")
-        sink.flush()
+    with opened(output) as sink:
+        _put(sink, [line.answer() for line in bad])
         _complain(source, bad)
         if left:
             with cluster_of(args, access) as target:
@@ -146,7 +149,7 @@ def read_tasks(source: Path) -> tuple[list[Task], list[BadLine]]:
     bad: list[BadLine] = []
     lines_of: dict[str, int] = {}
     try:
-        lines = source.read_bytes().split(b"\n")  # splitlines also cuts at characters that JSON's texts may hold
+        lines = source.read_bytes().removeprefix(BOM_UTF8).split(b"\n")  # splitlines also cuts at characters that JSON's texts may hold
     except OSError as error:
         raise BadBatch(f"cannot read {source}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
@@ -210,7 +213,10 @@ def answered(output: Path) -> dict[str, int]:
 
 
 def read_answers(output: Path) -> tuple[dict[str, int], bytes | None]:
-    """Status of every answer by custom_id, and what the file should hold instead, if it holds more. Raises as `answered` does."""
+    """Status of every answer by custom_id, and what the file should hold instead, if it holds more. Raises as `answered` does,
+    and for a pipe or a device, which gives nothing back, or for ever."""
+    if output.exists() and not output.is_file() and not output.is_dir():
+        raise BadBatch(f"cannot write {output}: a batch goes on from what is in its output, so that must be an ordinary file")
     try:
         text = output.read_bytes()
     except FileNotFoundError:
@@ -236,11 +242,27 @@ def read_answers(output: Path) -> tuple[dict[str, int], bytes | None]:
     return found, None if told == text else told
 
 
-def _opened(output: Path) -> IO[str]:
+@contextmanager
+def opened(output: Path) -> Iterator[IO[str]]:
+    """Where answers go, behind those that are there. Raises BadBatch."""
     try:
-        return output.open("a", encoding="utf-8")
+        sink = output.open("a", encoding="utf-8")
     except OSError as error:
         raise BadBatch(f"cannot write {output}: {error.strerror}") from None
+    try:
+        yield sink
+    finally:
+        with suppress(OSError):  # of what the last write could not write, which said so
+            sink.close()
+
+
+def _put(sink: IO[str], lines: list[dict[str, Any]]) -> None:
+    """Raises Unwritable."""
+    try:
+        sink.writelines(_text(line) + "\n" for line in lines)
+        sink.flush()
+    except OSError as error:
+        raise Unwritable(f"cannot write {sink.name}: {error.strerror}; run the same again to go on") from None
 
 
 @contextmanager
@@ -281,7 +303,7 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
     from pagecast_scheduler.gateway.backend import Backend
 
     heard = Heard(time.monotonic())
-    away: list[ServerAway] = []
+    ended: list[BaseException] = []
     backend = Backend([server.target], server.tls)
     headers = {} if server.token is None else {"Authorization": f"Bearer {server.token}"}
     room = asyncio.Semaphore(concurrency)
@@ -299,8 +321,7 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
                     line = await _answer(http, task, heard)
                 finally:
                     room.release()
-                sink.write(_text(line) + "\n")
-                sink.flush()
+                _put(sink, [line])
                 bar.advance(row)
 
             try:
@@ -308,12 +329,12 @@ async def answer_all(tasks: list[Task], server: Server, sink: IO[str], concurren
                     for task in tasks:
                         await room.acquire()
                         group.create_task(one(task))
-            except* ServerAway as found:
-                away += [error for error in found.exceptions if isinstance(error, ServerAway)]
+            except* (ServerAway, Unwritable) as found:
+                ended += found.exceptions
             finally:
                 await backend.close()
-    if away:
-        raise away[0]
+    if ended:
+        raise ended[0]
 
 
 @dataclass(slots=True)

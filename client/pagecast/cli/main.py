@@ -1,5 +1,6 @@
 """`pagecast COMMAND ...`: finds the command, loads its module alone, runs it, and turns what went wrong into one line and an exit code."""
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -36,6 +37,8 @@ COMMANDS = {
 _ROLES = ("frontend", "gateway", "scheduler", "worker")
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of disks that take no more, which any file may meet that a command writes, its output included."""
 _QUIET = "GRPC_VERBOSITY"
 """What gRPC logs at a client, the error says as well; at a server its errors stay."""
 
@@ -70,12 +73,19 @@ def _run(command: str, rest: list[str]) -> int:
             return int(roles.run(parser.parse_args(rest), command))
         module = import_module(f"pagecast.cli.{command.replace('-', '_')}")
         module.add_arguments(parser)
-        return int(module.run(parser.parse_args(rest)))
+        code = int(module.run(parser.parse_args(rest)))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output went away; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # its reader went away
+        return 1
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _forget_output()
+        print(f"pagecast {command}: cannot write: {error.strerror}", file=sys.stderr)
         return 1
     except PagecastError as error:
         flagged = import_module("pagecast.cli.options").flagged if isinstance(error, StartError) else str
@@ -89,6 +99,11 @@ def _run(command: str, rest: list[str]) -> int:
         way = "`make setup` in a clone" if command == "bench" else f"pip install 'pagecast[{extra}]'"
         print(f"pagecast {command}: needs the package {error.name}; install it with: {way}", file=sys.stderr)
         return 2
+
+
+def _forget_output() -> None:
+    """Python would complain once more of what standard output does not take, when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ second signal ends at once.
 """
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -27,19 +29,26 @@ from pagecast_scheduler.gateway.app import TOLD, make_app
 from pagecast_scheduler.gateway.backend import Backend
 from pagecast_scheduler.gateway.certificate import listening_context
 from pagecast_scheduler.gateway.config import GatewayConfig, check
+from pagecast_scheduler.gateway.connection import Connection
+from pagecast_scheduler.gateway.errors import body
 
 log = structlog.get_logger("pagecast.gateway")
 
 MAX_CONNECTIONS = 4096
 """Open connections; more are answered 503."""
+ARRIVAL_S = 30.0
+"""Within so many seconds the head of a request is there, from when its connection is open or its first byte there, and each next
+part of its body. Who only opens connections, or sends the half of something, does not keep them."""
 
 
 class BodyLimit:
-    """ASGI middleware: takes a body whole before anything else sees it, and answers 413 as soon as it passes the limit."""
+    """ASGI middleware: takes a body whole before anything else sees it. Answers 413 as soon as it passes max_bytes, and 408 when
+    nothing more of it comes for silence_s."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, silence_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._silence_s = silence_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,40 +56,60 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            await _too_large(send, self._max_bytes)
+            await self._too_large(send)
             return
-        body, more = bytearray(), True
+        taken, more = bytearray(), True
         while more:
-            message = await receive()
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    message = await receive()
+            except TimeoutError:
+                await _refuse(send, 408, f"the body did not come whole: nothing more of it for {self._silence_s:g} s")
+                return
             if message["type"] == "http.disconnect":
                 return
-            body += message.get("body", b"")
+            taken += message.get("body", b"")
             more = message.get("more_body", False)
-            if len(body) > self._max_bytes:
-                await _too_large(send, self._max_bytes)
+            if len(taken) > self._max_bytes:
+                await self._too_large(send)
                 return
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        whole: list[Message] = [{"type": "http.request", "body": bytes(taken), "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
         await self._app(scope, replay, send)
 
+    async def _too_large(self, send: Send) -> None:
+        await _refuse(send, 413, f"the body must be at most {self._max_bytes} bytes")
+
 
 class LastAnswers:
-    """ASGI middleware: once the application is ending, every answer ends its connection, so that clients who keep some turn elsewhere."""
+    """ASGI middleware: once the application is ending, every answer ends its connection, so that clients who keep some turn elsewhere.
+    What is open when the time for open calls is over gets 503, unless its answer has begun."""
 
     def __init__(self, app: ASGIApp, is_ending: Callable[[], bool]) -> None:
         self._app = app
         self._is_ending = is_ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
         async def pass_on(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._is_ending():
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                if self._is_ending():
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
-        await self._app(scope, receive, pass_on)
+        try:
+            await self._app(scope, receive, pass_on)
+        except asyncio.CancelledError as cut_off:  # by the server, which logs how many it cuts off
+            if has_begun:
+                cut_off.__dict__[TOLD] = True
+                raise
+            await _refuse(send, 503, "the server is ending, and the time for open calls is over")
 
 
 class ServerLog(logging.Handler):
@@ -92,11 +121,12 @@ class ServerLog(logging.Handler):
             log.log(record.levelno, "HTTP server", said=record.getMessage().strip(), exc_info=error)
 
 
-async def _too_large(send: Send, limit: int) -> None:
-    text = f'{{"error":{{"message":"the body must be at most {limit} bytes","type":"invalid_request_error","param":null,"code":null}}}}'
+async def _refuse(send: Send, status: int, said: str) -> None:
+    """An answer in the form of all errors, the last one of its connection."""
+    content = body(said, "server_error" if status == 503 else "invalid_request_error")
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 413, "headers": headers})
-    await send({"type": "http.response.body", "body": text.encode()})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -153,6 +183,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def settings_of(config: GatewayConfig, app: ASGIApp, is_ending: Callable[[], bool]) -> uvicorn.Config:
+    """How uvicorn serves the application. is_ending: answers are their connections' last from then on."""
+    return uvicorn.Config(
+        LastAnswers(BodyLimit(app, config.max_message_bytes, ARRIVAL_S), is_ending), http=partial(Connection, ARRIVAL_S),
+        log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # seconds of asyncio's
+        limit_concurrency=MAX_CONNECTIONS, server_header=False,
+    )  # fmt: skip
+
+
 async def serve(config: GatewayConfig) -> int:
     """Runs one gateway to its end. Returns the exit code."""
     try:
@@ -173,11 +212,7 @@ async def serve(config: GatewayConfig) -> int:
             targets=config.plaintext_targets,
         )
     app = make_app(backend, metadata.version("pagecast"))
-    settings = uvicorn.Config(
-        LastAnswers(BodyLimit(app, config.max_message_bytes), lambda: app.state.is_ending), log_config=None, access_log=False,
-        lifespan="off", timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # seconds of asyncio's
-        limit_concurrency=MAX_CONNECTIONS, server_header=False,
-    )  # fmt: skip
+    settings = settings_of(config, app, lambda: app.state.is_ending)
     settings.load()
     settings.ssl = encryption  # of the settings that uvicorn has for files, none follows their changes
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
