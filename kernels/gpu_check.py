@@ -171,21 +171,17 @@ def check_hopper() -> Iterator[tuple[str, float]]:
 
 
 def check_few_rows() -> Iterator[tuple[str, float]]:
-    """Twice with one workspace: its counters must be zero again."""
     from pagecast_kernels import few_rows, few_rows_hopper
 
-    work = few_rows.workspace("cuda")
-    for rows, (columns, depth) in itertools.product((2, 33, 64, 65, 128), ((6144, 4096), (4096, 4096), (28672, 256))):
+    for rows, (columns, depth) in itertools.product((2, 33, 64, 65, 128), ((28672, 4096), (6144, 14336), (960, 576), (336, 192))):
         x, residual = torch.randn(rows, depth, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
         weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16()
         want = reference.linear(x.double(), weight.double())
-        for config, add in itertools.product(few_rows.candidates(rows, columns, depth, SMS), (False, True)[: 1 + (columns == 4096)]):
-            for call in ("first", "second"):
-                out = residual.clone() if add else torch.full_like(residual, float("nan"))
-                few_rows_hopper.launch(x, weight, out, work, config, add)
-                name = f"few_rows {rows} x {columns} x {depth} {config}{' add' * add} {call} call"
-                yield name, paged_case.relative_error(out, want + residual.double() if add else want)
-    yield "few_rows counters", float(work.counters.any())
+        for turn, add in itertools.product((0, few_rows.TURN), (False, True)):
+            out = residual.clone() if add else torch.full_like(residual, float("nan"))
+            few_rows_hopper.launch(x, weight, out, few_rows.FewRows(turn), add)
+            name = f"few_rows {rows} x {columns} x {depth} turn {turn}{' add' * add}"
+            yield name, paged_case.relative_error(out, want + residual.double() if add else want)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def launch_all(request: dict[str, Any]) -> None:
     kv_dtype = _quantize(model, request)
     cache = KVCache(2, shape.num_layers, model.kv_shape, config.block_size, device, kv_dtype)
     fold_norms(config, model)  # type: ignore[arg-type]
-    products.prepare_ours(request["device_name"], device)
+    products.prepare_ours(request["device_name"])
     ops = cuda_operators(config, model, device)  # type: ignore[arg-type]
     rules = TokenRules(config.max_num_seqs, shape.vocab_size, device)
     logits = logits_of_a_step(config.max_num_seqs, model)

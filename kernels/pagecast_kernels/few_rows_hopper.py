@@ -1,11 +1,8 @@
 """Matrix products of up to 128 rows for Hopper (compute capability 9.0) in Gluon: the weight is read as fast as memory gives it.
 
-A warp keeps a ring of weights full, another one a ring of input rows, 64 of which belong to each of one or two warpgroups that multiply.
-Of a weight row 256 or 512 B are asked for together: a box is eight rows by 64 columns, and the next columns of these rows come before the
-next eight rows (128 B of 256 rows at a time are read 6 % slower). The fewer tiles a weight has, the more often its depth is cut: what a
-program has of a cut tile it leaves in scratch memory, for the programs that have the others, and each adds up and stores a share of the
-columns, in the order of the pieces. A launch may begin, and fetch weights, while the one before ends (programmatic dependent launch): the
-weight must not be what that one writes.
+A program owns a tile of 256 weight rows, or several in turn. A warp keeps a ring of weights full, another one a ring of input rows, 64 of
+which belong to each of one or two warpgroups that multiply. Of a weight row 256 B are asked for together: a box is eight rows by 64
+columns, and the next columns of these rows come before the next eight rows (128 B of 256 rows at a time are read 5 % slower).
 """
 
 from torch import Tensor
@@ -13,10 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from pagecast_kernels import configs
-from pagecast_kernels.few_rows import ROWS, STEP, WIDTHS, FewRows, Workspace
+from pagecast_kernels import configs, few_rows
+from pagecast_kernels.few_rows import COLUMNS, GROUP, ROWS, STEP, FewRows
 
 X_BOX = 16
 """Input rows of a box: one that reaches past them costs more than a whole one."""
@@ -49,13 +45,6 @@ def _chunks(acc, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _piece(piece, steps, PIECES: gl.constexpr):
-    """(first step, how many) of a piece of a tile."""
-    begin = piece * steps // PIECES
-    return begin, (piece + 1) * steps // PIECES - begin
-
-
-@gluon.jit
 def _barriers(DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
     """(full, empty) of a ring."""
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
@@ -67,16 +56,12 @@ def _barriers(DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_weight(
-    w_desc, smem, full, empty, tiles, steps, turn, COLUMNS: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
-    """Keep DEPTH steps of this program's pieces in flight, whichever tile they belong to."""
+def _fetch_weight(w_desc, smem, full, empty, tiles, steps, turn, COLUMNS: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr):
+    """Keep DEPTH steps of this program's tiles in flight, whichever tile they belong to."""
     stage, phase = tiles * 0, tiles * 0 + 1
-    for unit in range(gl.program_id(0), tiles * PIECES, gl.num_programs(0)):
-        tile = unit // PIECES
-        begin, count = _piece(unit % PIECES, steps, PIECES)
-        for n in range(count):
-            step = begin + (n + tile * turn) % count
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        for n in range(steps):
+            step = (n + tile * turn) % steps
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(full.index(stage), COLUMNS * 128 * GROUP)
             tma.async_copy_global_to_shared(w_desc, [tile * (COLUMNS // 8), step * GROUP, 0, 0], full.index(stage), smem.index(stage))
@@ -85,18 +70,14 @@ def _fetch_weight(
 
 
 @gluon.jit
-def _fetch_input(
-    x_desc, smem, full, empty, rows, tiles, steps, turn, PARTS: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
+def _fetch_input(x_desc, smem, full, empty, rows, tiles, steps, turn, PARTS: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr):
     """The same of the input rows, 64 columns at a time. Places of rows that there are not hold anything: rows do not meet."""
-    gdc_wait()
     BOX: gl.constexpr = x_desc.block_shape[0]
     boxes = (rows + BOX - 1) // BOX
     stage, phase = tiles * 0, tiles * 0 + 1
-    for unit in range(gl.program_id(0), tiles * PIECES, gl.num_programs(0)):
-        begin, count = _piece(unit % PIECES, steps, PIECES)
-        for n in range(count):
-            step = begin + (n + unit // PIECES * turn) % count
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        for n in range(steps):
+            step = (n + tile * turn) % steps
             for column in range(step * GROUP, step * GROUP + GROUP):
                 mbarrier.wait(empty.index(stage), phase)
                 for box in gl.static_range(PARTS * 64 // BOX):
@@ -124,45 +105,6 @@ def _write(y_ptr, value, row, lane, rows, columns, ADD: gl.constexpr):
 
 
 @gluon.jit
-def _sum(own, piece, part, held, SIZE: gl.constexpr, PIECES: gl.constexpr):
-    """A chunk of all pieces, added in their order. part: where the chunk of piece 0 lies."""
-    total = gl.zeros_like(own)
-    for other in gl.static_range(PIECES):
-        theirs = gl.load(part + other * SIZE, mask=held & (piece != other), other=0.0, cache_modifier=".cg")
-        total += gl.where(piece == other, own, theirs)
-    return total
-
-
-@gluon.jit
-def _add_up(
-    chunks, y_ptr, counter, parts, piece, first_row, lane, rows, columns,
-    SIZE: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr, ADD: gl.constexpr,
-):  # fmt: skip
-    """Leave what this piece has of the others' columns, wait for the others to do so, and add up and store this piece's.
-
-    parts: where piece 0 of this tile and consumer lies. The counter counts who has left, then who has taken; the last sets it to zero. All
-    programs of a launch run at once, so none waits for one that has not begun.
-    """
-    COUNT: gl.constexpr = COLUMNS // 32
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
-    row, column = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))
-    held = (first_row + row < rows)[:, None] & (column < 32)[None, :]
-    place = parts + row[:, None] * 32 + column[None, :]
-    for c in gl.static_range(COUNT):
-        gl.store(place + piece * SIZE + c * 2048, chunks[c], mask=held & (piece != c * PIECES // COUNT))
-    gl.thread_barrier()
-    left = gl.atomic_add(counter, 1, sem="acq_rel") + 1
-    while left < PIECES:
-        left = gl.atomic_add(counter, 0, sem="acq_rel")
-    for c in gl.static_range(COUNT):
-        if piece == c * PIECES // COUNT:
-            _write(y_ptr, _sum(chunks[c], piece, place + c * 2048, held, SIZE, PIECES), first_row, lane + c * 32, rows, columns, ADD)
-    gl.thread_barrier()
-    if gl.atomic_add(counter, 1, sem="acq_rel") == 2 * PIECES - 1:
-        gl.store(counter, 0)
-
-
-@gluon.jit
 def _before(stage, DEPTH: gl.constexpr):
     """The stage before one. Computed: of a variable set to `stage` before a loop and in it Triton does not see that the loop carries it."""
     return gl.where(stage == 0, DEPTH - 1, stage - 1)
@@ -170,19 +112,15 @@ def _before(stage, DEPTH: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, consumer: gl.constexpr,
-    PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, X_DEPTH: gl.constexpr, W_DEPTH: gl.constexpr, PIECES: gl.constexpr,
-    ADD: gl.constexpr,
+    y_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, consumer: gl.constexpr,
+    PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, X_DEPTH: gl.constexpr, W_DEPTH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Input rows consumer · 64 .. + 64 of this program's pieces, one after the other as the rings fill."""
+    """Input rows consumer · 64 .. + 64 of this program's tiles, one after the other as the rings fill."""
     IN_STAGE: gl.constexpr = _rows_of_weight(COLUMNS, GROUP)
-    SIZE: gl.constexpr = PARTS * 64 * COLUMNS
-    gdc_wait()
     x_stage, x_phase, w_stage, w_phase = tiles * 0, tiles * 0, tiles * 0, tiles * 0
-    for unit in range(gl.program_id(0), tiles * PIECES, gl.num_programs(0)):
-        tile, piece = unit // PIECES, unit % PIECES
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         acc = gl.zeros([64, COLUMNS], gl.float32, layout=gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
-        for _ in range(_piece(piece, steps, PIECES)[1]):
+        for _ in range(steps):
             mbarrier.wait(w_full.index(w_stage), w_phase)
             boxes = w_smem.index(w_stage)._reinterpret(x_smem.dtype, [COLUMNS // 8 * GROUP, 8, 64], x_smem.layout)
             for n in gl.static_range(GROUP):
@@ -202,24 +140,16 @@ def _consume(
             w_phase = gl.where(w_stage + 1 == W_DEPTH, w_phase ^ 1, w_phase)
             w_stage = gl.where(w_stage + 1 == W_DEPTH, 0, w_stage + 1)
         chunks = _chunks(acc, COLUMNS)
-        row, lane = consumer * 64, tile * COLUMNS
-        if PIECES == 1:
-            for c in gl.static_range(COLUMNS // 32):
-                _write(y_ptr, chunks[c], row, lane + c * 32, rows, columns, ADD)
-        else:
-            counter = counters_ptr + tile * PARTS + consumer
-            parts = parts_ptr + tile * PIECES * SIZE + consumer * 64 * COLUMNS
-            _add_up(chunks, y_ptr, counter, parts, piece, row, lane, rows, columns, SIZE, COLUMNS, PIECES, ADD)
+        for c in gl.static_range(COLUMNS // 32):
+            _write(y_ptr, chunks[c], consumer * 64, tile * COLUMNS + c * 32, rows, columns, ADD)
 
 
 @gluon.jit(do_not_specialize=["rows", "tiles", "steps", "turn"])
 def _few_rows(
-    x_desc, w_desc, y_ptr, counters_ptr, parts_ptr, rows, columns, tiles, steps, turn,
-    PARTS: gl.constexpr, X_DEPTH: gl.constexpr, W_DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, PIECES: gl.constexpr,
-    ADD: gl.constexpr,
+    x_desc, w_desc, y_ptr, rows, columns, tiles, steps, turn,
+    PARTS: gl.constexpr, X_DEPTH: gl.constexpr, W_DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """y[rows, columns] in `tiles` tiles of COLUMNS, each of `steps` steps of GROUP · 64 columns of the weight in PIECES pieces."""
-    gdc_launch_dependents()
+    """y[rows, columns] in `tiles` tiles of COLUMNS, each of `steps` steps of GROUP · 64 columns of the weight."""
     x_smem = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [X_DEPTH * PARTS, 64, 64], x_desc.layout)
     w_smem = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [W_DEPTH, COLUMNS // 8, GROUP, 8, 64], w_desc.layout)
     x_full, x_empty = _barriers(X_DEPTH, PARTS)
@@ -230,10 +160,10 @@ def _few_rows(
         gl.warp_specialize(
             [
                 (_consume, (
-                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 0,
-                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, PIECES, ADD)),
-                (_fetch_weight, (w_desc, w_smem, w_full, w_empty, tiles, steps, turn, COLUMNS, GROUP, W_DEPTH, PIECES)),
-                (_fetch_input, (x_desc, x_smem, x_full, x_empty, rows, tiles, steps, turn, PARTS, GROUP, X_DEPTH, PIECES)),
+                    y_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 0,
+                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, ADD)),
+                (_fetch_weight, (w_desc, w_smem, w_full, w_empty, tiles, steps, turn, COLUMNS, GROUP, W_DEPTH)),
+                (_fetch_input, (x_desc, x_smem, x_full, x_empty, rows, tiles, steps, turn, PARTS, GROUP, X_DEPTH)),
             ],
             [1, 1],
             [24, 40],
@@ -242,30 +172,30 @@ def _few_rows(
         gl.warp_specialize(
             [
                 (_consume, (
-                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 0,
-                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, PIECES, ADD)),
+                    y_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 0,
+                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, ADD)),
                 (_consume, (
-                    y_ptr, counters_ptr, parts_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 1,
-                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, PIECES, ADD)),
-                (_fetch_weight, (w_desc, w_smem, w_full, w_empty, tiles, steps, turn, COLUMNS, GROUP, W_DEPTH, PIECES)),
-                (_fetch_input, (x_desc, x_smem, x_full, x_empty, rows, tiles, steps, turn, PARTS, GROUP, X_DEPTH, PIECES)),
+                    y_ptr, rows, columns, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, steps, 1,
+                    PARTS, COLUMNS, GROUP, X_DEPTH, W_DEPTH, ADD)),
+                (_fetch_weight, (w_desc, w_smem, w_full, w_empty, tiles, steps, turn, COLUMNS, GROUP, W_DEPTH)),
+                (_fetch_input, (x_desc, x_smem, x_full, x_empty, rows, tiles, steps, turn, PARTS, GROUP, X_DEPTH)),
             ],
             [4, 1, 1],
             [208, 24, 40],
         )  # fmt: skip
 
 
-def launch(x: Tensor, weight: Tensor, out: Tensor, work: Workspace, config: FewRows, add: bool = False) -> Tensor:
+def launch(x: Tensor, weight: Tensor, out: Tensor, config: FewRows, add: bool = False) -> Tensor:
     """out[T, N] = x[T, K] · weight[N, K]ᵀ, or added to what is there. few_rows.suits and few_rows.fits must hold."""
-    (rows, depth), columns, group = x.shape, out.shape[1], WIDTHS[config.columns]
+    (rows, depth), columns = x.shape, out.shape[1]
     x_desc = TensorDescriptor(x, [rows, depth], [depth, 1], [X_BOX, STEP], gl.NVMMASharedLayout(128, 16, rank=2))
     w_desc = TensorDescriptor(
-        weight, [columns // 8, depth // STEP, 8, STEP], [8 * depth, STEP, depth, 1], [config.columns // 8, group, 8, STEP],
+        weight, [columns // 8, depth // STEP, 8, STEP], [8 * depth, STEP, depth, 1], [COLUMNS // 8, GROUP, 8, STEP],
         gl.NVMMASharedLayout(128, 16, rank=4),
     )  # fmt: skip
-    tiles = config.tiles(columns)
-    _few_rows[(min(tiles * config.pieces, configs.processors(x.device)),)](
-        x_desc, w_desc, out, work.counters, work.parts, rows, columns, tiles, config.steps(depth), config.turn,
-        -(-rows // ROWS), *config.stages(rows), config.columns, group, config.pieces, add, num_warps=4, launch_pdl=config.early,
+    tiles = few_rows.tiles(columns)
+    _few_rows[(min(tiles, configs.processors(x.device)),)](
+        x_desc, w_desc, out, rows, columns, tiles, few_rows.steps(depth), config.turn,
+        -(-rows // ROWS), *few_rows.stages(rows), COLUMNS, GROUP, add, num_warps=4,
     )  # fmt: skip
     return out

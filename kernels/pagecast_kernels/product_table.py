@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagecast_kernels import configs, few_rows
+from pagecast_kernels import few_rows
 from pagecast_kernels.cublaslt import Algorithm, BlasError, Library, Problem, Product
-from pagecast_kernels.few_rows import FewRows, Workspace
+from pagecast_kernels.few_rows import FewRows
 
 FOLDER = Path(__file__).parent / "tables"
 Choice = Algorithm | FewRows | None
@@ -37,9 +37,9 @@ def path(device_name: str) -> Path:
 class ProductTable:
     """Choices by shape and rows, and the products made of them so far."""
 
-    def __init__(self, lib: Library | None, entries: Entries, scratch: Workspace | None = None) -> None:
-        """lib: None where its algorithms are not to be run. scratch: for launches of our own, if there are any."""
-        self._lib, self._scratch = lib, scratch
+    def __init__(self, lib: Library | None, entries: Entries) -> None:
+        """lib: None where its algorithms are not to be run."""
+        self._lib = lib
         self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
         self._made: dict[tuple[bool, int, int, int, torch.dtype], Run | None] = {}
 
@@ -94,8 +94,7 @@ class ProductTable:
     def _make(self, add: bool, rows: int, columns: int, depth: int, dtype: torch.dtype, weight: Tensor) -> Run | None:
         choice = self.choice(rows, columns, depth, dtype)
         if isinstance(choice, FewRows):
-            fits = few_rows.fits(choice, rows, columns, depth, configs.processors(weight.device))
-            return few_rows_run(choice, self._scratch, add) if self._scratch is not None and fits and few_rows.suits(weight) else None
+            return few_rows_run(choice, add) if few_rows.fits(rows) and few_rows.suits(weight) else None
         if choice is None or self._lib is None:
             return None
         problem = Problem(self._lib, rows, columns, depth, dtype)
@@ -103,11 +102,11 @@ class ProductTable:
         return None if algo is None else Product(self._lib, problem, algo, add=add)
 
 
-def few_rows_run(config: FewRows, scratch: Workspace, add: bool = False) -> Run:
+def few_rows_run(config: FewRows, add: bool = False) -> Run:
     """A product by a launch of our own."""
     from pagecast_kernels import few_rows_hopper  # Gluon, which only Hopper needs
 
-    return functools.partial(few_rows_hopper.launch, work=scratch, config=config, add=add)
+    return functools.partial(few_rows_hopper.launch, config=config, add=add)
 
 
 def load(device: torch.device, library: Library | None = None) -> ProductTable | None:
@@ -122,22 +121,13 @@ def load(device: torch.device, library: Library | None = None) -> ProductTable |
         return None
     if lib.version != kept["library"]:
         return None
-    entries = parsed(kept["products"])
-    return ProductTable(lib, entries, scratch_for(entries, device))
+    return ProductTable(lib, parsed(kept["products"]))
 
 
-def few_rows_only(device_name: str, device: torch.device) -> ProductTable | None:
-    """What of the table for a GPU of this name needs no library, to see its launches where the GPU is not; None where there is nothing."""
+def few_rows_only(device_name: str) -> ProductTable | None:
+    """What of the table for a GPU of this name needs no library, to see its launches where the GPU is not; None where there is no table."""
     file = path(device_name)
-    entries = parsed(json.loads(file.read_text())["products"]) if file.exists() else {}
-    scratch = scratch_for(entries, device)
-    return None if scratch is None else ProductTable(None, entries, scratch)
-
-
-def scratch_for(entries: Entries, device: torch.device) -> Workspace | None:
-    """Scratch memory for the launches of our own among choices, if there are any."""
-    ours = any(isinstance(choice, FewRows) for by_rows in entries.values() for choice in by_rows.values())
-    return few_rows.workspace(device) if ours else None
+    return ProductTable(None, parsed(json.loads(file.read_text())["products"])) if file.exists() else None
 
 
 def parsed(products: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, int, int], dict[int, Choice]]:

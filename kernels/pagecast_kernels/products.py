@@ -18,10 +18,10 @@ def prepare(device: torch.device) -> bool:
     return _table is not None
 
 
-def prepare_ours(device_name: str, device: torch.device) -> None:
+def prepare_ours(device_name: str) -> None:
     """Take of what was measured for a GPU of this name the launches of our own: where kernels are compiled that are to run there."""
     global _table
-    _table = product_table.few_rows_only(device_name, device)
+    _table = product_table.few_rows_only(device_name)
 
 
 def launch_ours() -> None:

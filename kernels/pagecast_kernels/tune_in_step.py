@@ -5,16 +5,13 @@ with 7 % less for each product alone took 1 % off all products of a step. What n
 sequences of a step's products with attention between them are timed, each for so long that it runs at the clock that it leaves itself.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagecast_kernels import bench_cases, cublaslt, few_rows, product_table, tune_products
-from pagecast_kernels.elementwise import silu_mul
+from pagecast_kernels import bench_cases, cublaslt, product_table, tune_products
 from pagecast_kernels.few_rows import FewRows
 from pagecast_kernels.tune_products import Found, Shape
 
@@ -45,15 +42,13 @@ class Together(NamedTuple):
 
 
 class Step:
-    """Some layers of a decode step: products over weights that no cache holds, attention after each layer's first, and SiLU·mul between two
-    of which the second is half as deep as the first is wide."""
+    """Some layers of a decode step: products over weights that no cache holds, and attention after each layer's first."""
 
     def __init__(self, lib: cublaslt.Library, weights: Sequence[list[Tensor]], rows: int, attention: list[bench_cases.Launch]) -> None:
         """weights: for each product of a layer as many as are used in turn. attention: the same."""
         self._lib, self._attention = lib, attention
         self._cases = [tune_products.Case(rows, each) for each in weights]
         self._problems = [cublaslt.Problem(lib, rows, *each[0].shape, each[0].dtype) for each in weights]
-        self._scratch = few_rows.workspace(weights[0][0].device)
 
     def launches(self, choice: Choice) -> list[bench_cases.Launch]:
         """In the order of a step."""
@@ -61,9 +56,7 @@ class Step:
         found: list[bench_cases.Launch] = []
         for layer in range(LAYERS):
             first, *others = (each[layer % len(each)] for each in products)
-            found += [first, self._attention[layer % len(self._attention)]]
-            for case, follower, other in zip(self._cases, self._cases[1:], others):
-                found += [other] if 2 * follower.x.shape[1] != case.out.shape[1] else [partial(silu_mul, case.out, follower.x), other]
+            found += [first, self._attention[layer % len(self._attention)], *others]
         return found
 
     def _product(self, place: int, choice: product_table.Choice) -> list[bench_cases.Launch]:
@@ -71,7 +64,7 @@ class Step:
         if choice is None:
             return case.torch()
         if isinstance(choice, FewRows):
-            return case.own(product_table.few_rows_run(choice, self._scratch))
+            return case.own(product_table.few_rows_run(choice))
         return case.own(cublaslt.Product(self._lib, self._problems[place], cublaslt.Algo.of(choice)))
 
 
@@ -169,15 +162,9 @@ def contest(lib: cublaslt.Library, weights: Sequence[list[Tensor]], rows: int, f
     clock = HotClock(Step(lib, weights, rows, attention(rows, kv_bytes)))
     today = tuple(each.today for each in finds)
     clock.warm_up(today)
-    entrants = [dict.fromkeys([each.today, None, each.choice, *each.varied, *begun_early(each)]) for each in finds]
+    entrants = [dict.fromkeys([each.today, None, each.choice, *each.varied]) for each in finds]
     order = sorted(range(len(weights)), key=lambda place: weights[place][0].numel(), reverse=True)
     return best_together(today, tuple(each.choice for each in finds), entrants, order, clock)
-
-
-def begun_early(found: Found) -> list[FewRows]:
-    """The fastest launch of our own, as one that begins while the launch before ends: alone that does not tell what it gains."""
-    ours = [each for each in sorted(found.finalists, key=found.finalists.__getitem__) if isinstance(each, FewRows)]
-    return [dataclasses.replace(each, early=True) for each in ours[:1]]
 
 
 def tune(

@@ -91,7 +91,6 @@ class Tuner:
         self._shape = (*weights[0].shape, weights[0].dtype)
         self._best = dict(table.measured(*self._shape)) if table is not None else {}
         self._processors = configs.processors(weights[0].device)
-        self._scratch = few_rows.workspace(weights[0].device) if few_rows.suits(weights[0]) else None
 
     def find(self, rows: int) -> Found:
         case, problem = Case(rows, self._weights), cublaslt.Problem(self._lib, rows, *self._shape)
@@ -117,14 +116,11 @@ class Tuner:
 
     def _ours(self, case: Case, today: Choice) -> dict[FewRows, Run]:
         """Launches of our own."""
-        rows, columns, depth = len(case.x), *self._shape[:2]
-        if self._scratch is None:
+        rows, weight = len(case.x), case.weights[0]
+        if not few_rows.suits(weight) or not few_rows.fits(rows):
             return {}
-        every = [*([today] if isinstance(today, FewRows) else []), *few_rows.candidates(rows, columns, depth, self._processors)]
-        return {
-            each: product_table.few_rows_run(each, self._scratch)
-            for each in dict.fromkeys(every) if few_rows.fits(each, rows, columns, depth, self._processors)
-        }  # fmt: skip
+        every = [*([today] if isinstance(today, FewRows) else []), *few_rows.candidates(rows, len(weight), self._processors)]
+        return {each: product_table.few_rows_run(each) for each in every}
 
     def _product(self, problem: cublaslt.Problem, algorithm: Algorithm) -> cublaslt.Product:
         return cublaslt.Product(self._lib, problem, cublaslt.Algo.of(algorithm))

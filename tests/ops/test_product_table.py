@@ -192,7 +192,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FewRows, bool]]:
     """From here on launches of our own run here; which did, and whether they added."""
     ran: list[tuple[FewRows, bool]] = []
 
-    def launched(config: FewRows, scratch: few_rows.Workspace, add: bool = False) -> product_table.Run:
+    def launched(config: FewRows, add: bool = False) -> product_table.Run:
         def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
             ran.append((config, add))
             out.copy_(x.float() @ weight.float().t() + (out.float() if add else 0.0))
@@ -205,73 +205,79 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FewRows, bool]]:
 
 
 def test_a_launch_of_our_own_is_taken_where_the_table_says_so(blas: Blas, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran, wide, cut = hopper(monkeypatch), FewRows(256), FewRows(128, 2, early=True)
-    entries = {("torch.bfloat16", 64, 1024): {32: cut, 64: wide, 160: FAST}}
-    table = product_table.ProductTable(cublaslt.Library(DEVICE, blas), entries, few_rows.workspace(DEVICE))
-    weight = torch.randn(64, 1024).bfloat16()
-    for rows, config in ((17, cut), (33, wide), (64, wide), (65, None)):
-        x, residual = torch.randn(rows, 1024).bfloat16(), torch.randn(rows, 64).bfloat16()
+    ran = hopper(monkeypatch)
+    entries: product_table.Entries = {("torch.bfloat16", 64, 128): {32: FewRows(), 64: FewRows(11), 160: FAST}}
+    table = product_table.ProductTable(cublaslt.Library(DEVICE, blas), entries)
+    weight = torch.randn(64, 128).bfloat16()
+    for rows, config in ((17, FewRows()), (33, FewRows(11)), (64, FewRows(11)), (65, None)):
+        x, residual = torch.randn(rows, 128).bfloat16(), torch.randn(rows, 64).bfloat16()
         want = residual.float() + x.float() @ weight.float().t()
         assert table.linear(x, weight, residual.clone()) is not None
         assert table.linear_add(x, weight, residual) is residual
-        torch.testing.assert_close(residual.float(), want, rtol=2e-2, atol=0.3)
+        torch.testing.assert_close(residual.float(), want, rtol=2e-2, atol=1e-1)
         assert ran == ([] if config is None else [(config, False), (config, True)])
         ran.clear()
     assert blas.ran == [7, 7]
 
 
 def test_a_launch_that_this_gpu_cannot_take_is_left_to_torch(blas: Blas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too few processors for pieces that wait for one another, weights that are not addressed, no Hopper."""
+    """More rows than two warpgroups have, weights that no box fits, no Hopper."""
     ran = hopper(monkeypatch)
 
-    def taken(config: FewRows, rows: int = 40, columns: int = 512, depth: int = 576) -> bool:
-        entries = {("torch.bfloat16", columns, depth): {rows: config}}
-        table = product_table.ProductTable(cublaslt.Library(DEVICE, blas), entries, few_rows.workspace(DEVICE))
+    def taken(rows: int = 40, columns: int = 512, depth: int = 576) -> bool:
+        entries: product_table.Entries = {("torch.bfloat16", columns, depth): {rows: FewRows()}}
+        table = product_table.ProductTable(cublaslt.Library(DEVICE, blas), entries)
         return table.linear(torch.ones(rows, depth).bfloat16(), torch.ones(columns, depth).bfloat16()) is not None
 
-    assert taken(FewRows(256)) and taken(FewRows(128)) and len(ran) == 2
-    assert not taken(FewRows(128, 4)), "the CPU stands in for three processors"
-    assert not taken(FewRows(256), rows=129) and not taken(FewRows(256), columns=520) and not taken(FewRows(256), depth=608)
+    assert taken() and taken(rows=128) and len(ran) == 2
+    assert not taken(rows=129) and not taken(columns=520) and not taken(depth=608)
     monkeypatch.setattr(configs, "is_hopper", lambda device: False)
-    assert not taken(FewRows(256)) and len(ran) == 2
+    assert not taken() and len(ran) == 2
 
 
 def test_launches_of_our_own_are_kept_in_the_table(blas: Blas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_table, "FOLDER", tmp_path)
-    ran, cut = hopper(monkeypatch), FewRows(256, turn=11)
+    ran, ours = hopper(monkeypatch), FewRows(11)
     file, lib = product_table.path("NVIDIA Test"), cublaslt.Library(DEVICE, blas)
-    found = {"bfloat16 32 64": {str(rows): product_table.stored(choice) for rows, choice in ((8, FAST), (40, cut), (80, None))}}
+    found = {"bfloat16 32 64": {str(rows): product_table.stored(choice) for rows, choice in ((8, FAST), (40, ours), (80, None))}}
     product_table.write(file, "NVIDIA Test", VERSION, found, {})
-    assert json.loads(file.read_text())["products"]["bfloat16 32 64"]["40"] == {
-        "few_rows": {"columns": 256, "pieces": 1, "turn": 11, "early": False}
-    }
+    assert json.loads(file.read_text())["products"]["bfloat16 32 64"]["40"] == {"few_rows": {"turn": 11}}
     table = product_table.load(DEVICE, lib)
-    assert table is not None and table.measured(32, 64, torch.bfloat16) == {8: FAST, 40: cut, 80: None}
-    ours = product_table.few_rows_only("NVIDIA Test", DEVICE)
-    assert ours is not None and product_table.few_rows_only("NVIDIA Other", DEVICE) is None
+    assert table is not None and table.measured(32, 64, torch.bfloat16) == {8: FAST, 40: ours, 80: None}
+    alone = product_table.few_rows_only("NVIDIA Test")
+    assert alone is not None and product_table.few_rows_only("NVIDIA Other") is None
     x, weight = torch.ones(40, 64).bfloat16(), torch.ones(32, 64).bfloat16()
-    assert ours.linear(x, weight) is not None and ours.linear(x[:8], weight) is None, "no library to run that"
-    assert ran == [(cut, False)] and not blas.ran
-    product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 32 64": {"40": None}}, {})
-    assert product_table.few_rows_only("NVIDIA Test", DEVICE) is None
+    assert alone.linear(x, weight) is not None and alone.linear(x[:8], weight) is None, "no library to run that"
+    assert ran == [(ours, False)] and not blas.ran
 
 
-@pytest.mark.parametrize("launch", [{"columns": 100}, {"columns": 256, "width": 2}, {}, {"columns": 128, "pieces": 7}])
-def test_a_table_with_a_launch_that_is_none_is_refused(launch: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kept", [{"few_rows": {"turn": -1}}, {"few_rows": {"width": 2}}, {"few_rows": 11}, {"rows": {}}])
+def test_a_table_with_a_launch_that_is_none_is_refused(kept: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="bfloat16 32 64, 40 rows"):
-        product_table.parsed({"bfloat16 32 64": {"40": {"few_rows": launch}}})
+        product_table.parsed({"bfloat16 32 64": {"40": kept}})
+
+
+def test_the_tables_here_are_read() -> None:
+    """With launches of our own among them, which few rows alone may have."""
+    ours = 0
+    for file in product_table.FOLDER.glob("products_*.json"):
+        for by_rows in product_table.parsed(json.loads(file.read_text())["products"]).values():
+            rows_of_ours = [rows for rows, choice in by_rows.items() if isinstance(choice, FewRows)]
+            assert all(few_rows.fits(rows) for rows in rows_of_ours), file
+            ours += len(rows_of_ours)
+    assert ours
 
 
 def test_what_is_compiled_ahead_is_every_launch_of_the_weights_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = hopper(monkeypatch)
     entries: product_table.Entries = {
-        ("torch.bfloat16", 64, 128): {16: FewRows(128), 128: FewRows(256), 256: FAST}, ("torch.bfloat16", 64, 256): {16: FewRows(64)},
+        ("torch.bfloat16", 64, 128): {16: FewRows(), 128: FewRows(11), 256: FAST}, ("torch.bfloat16", 64, 256): {16: FewRows(5)},
     }  # fmt: skip
-    monkeypatch.setattr(products, "_table", product_table.ProductTable(None, entries, few_rows.workspace(DEVICE)))
+    monkeypatch.setattr(products, "_table", product_table.ProductTable(None, entries))
     products.linear_add(*(torch.zeros(shape).bfloat16() for shape in ((16, 128), (64, 128), (16, 64))))
-    assert ran == [(FewRows(128), True)]
+    assert ran == [(FewRows(), True)]
     products.launch_ours()
-    assert ran[1:] and set(ran) == {(FewRows(128), True), (FewRows(256), True)}
+    assert ran[1:] and set(ran) == {(FewRows(), True), (FewRows(11), True)}
 
 
 def test_a_refusal_names_the_call(blas: Blas) -> None:
