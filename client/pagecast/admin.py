@@ -100,6 +100,7 @@ class InvariantsReport:
 
 
 def drain_request(announce: float | None) -> pb.DrainRequest:
+    """announce: seconds, None for what the server is configured with. Raises ValueError for what is no number of seconds."""
     return pb.DrainRequest(announce=None if announce is None else duration("announce", announce))
 
 
@@ -111,6 +112,7 @@ def log_level_request(level: LogLevel) -> pb.SetLogLevelRequest:
 
 
 def log_level(message: pb.SetLogLevelResponse) -> LogLevel:
+    """The level that held before; "" where it was none that this version knows."""
     return LOG_LEVELS[message.previous] if message.previous < len(LOG_LEVELS) else ""
 
 
@@ -133,12 +135,14 @@ def _waiting(message: pb.Waiting) -> Waiting:
 
 
 def cancel_report(message: pb.CancelRequestsResponse) -> CancelReport:
+    """Ids of requests that were ended, that had ended before, and that nobody knows."""
     return CancelReport(
         tuple(message.cancelled_request_ids), tuple(message.finished_request_ids), tuple(message.unknown_request_ids)
     )
 
 
 def invariants(message: pb.CheckInvariantsResponse) -> InvariantsReport:
+    """What an audit of the scheduler found."""
     return InvariantsReport(
         message.ok, message.violation, message.num_blocks, message.num_clean, message.num_cached, message.num_referenced,
         message.num_requests, message.num_running, seconds(message.elapsed),

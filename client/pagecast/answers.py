@@ -78,6 +78,7 @@ def logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[types.TokenLogprob, .
 
 
 def effective(message: pb.EffectiveParameters) -> types.Effective:
+    """The values that a request really runs with; None for log-probabilities that nobody asked for."""
     return types.Effective(
         message.temperature, message.top_k, message.top_p, message.min_p, message.seed, message.max_output_tokens,
         message.min_output_tokens, message.presence_penalty, message.frequency_penalty, message.repetition_penalty, message.num_sequences,
@@ -89,10 +90,12 @@ def effective(message: pb.EffectiveParameters) -> types.Effective:
 
 
 def usage(message: pb.Usage) -> types.Usage:
+    """Tokens of a request, or of one of its sequences."""
     return types.Usage(message.prompt_tokens, message.cached_prompt_tokens, message.output_tokens, message.recomputed_tokens)
 
 
 def timings(message: pb.Timings) -> types.Timings:
+    """Where the time of a request went, in seconds."""
     return types.Timings(seconds(message.queue), seconds(message.first_token), seconds(message.total))
 
 
@@ -105,6 +108,7 @@ def matched(message: pb.SequenceFinishedEvent | pb.GeneratedSequence) -> str | i
 
 
 def seconds(message: Duration) -> float:
+    """A protobuf Duration in seconds."""
     return message.seconds + message.nanos / 1e9
 
 

@@ -64,12 +64,14 @@ def health_watch_method(grpc_channel: Any) -> Any:
 
 
 def health_request(service: str) -> StringValue:
+    """What the health method is asked; "" asks for the whole server."""
     # HealthCheckRequest is {string service = 1} and HealthCheckResponse {enum status = 1}: on the wire the same as these two
     # well-known messages, so that checking health needs no further package.
     return StringValue(value=service)
 
 
 def health_status(message: UInt32Value) -> types.HealthStatus:
+    """Its answer; "UNKNOWN" for a status that this version does not know."""
     return _HEALTH.get(message.value, "UNKNOWN")
 
 
