@@ -13,13 +13,13 @@ from typing import Final
 import structlog
 import zmq
 
+from pagecast_wire import log_lines
 from pagecast_wire.intake import HelloWanted
 from pagecast_wire.plan import LogLevel, PrepareConstraint, StartEpoch, StepPlan, StopWorker, ToWorker
 from pagecast_wire.result import ConstraintPrepared, PlanGap, StepResult
 from pagecast_wire.sampling import ConstraintFault
 from pagecast_worker.executor import Executor
 from pagecast_worker.link import Completed, Link, PlanOrder, Verdict
-from pagecast_worker.logging import set_level
 
 _SHORTEST_NAP_S: Final = 20e-6
 _NAP_SHARE: Final = 0.02
@@ -78,7 +78,7 @@ class Loop:
                 _log.info("the scheduler asks for a hello", last_epoch=self.order.epoch)
                 self.link.hello_again(self.order.epoch)
             case LogLevel(level=level):
-                set_level(level or self.link.config.log_level)
+                log_lines.set_level(level or self.link.config.log_level)
             case StopWorker():
                 self.refusal = message.reason
                 self._finish()

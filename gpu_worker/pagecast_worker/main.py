@@ -9,6 +9,7 @@ from typing import Final
 import structlog
 import zmq
 
+from pagecast_wire import log_lines
 from pagecast_wire.codec import WireError
 from pagecast_wire.keys import KeysError
 from pagecast_wire.lifeline import die_with_parent
@@ -17,7 +18,6 @@ from pagecast_worker.compilers import start_early
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import Executor, LoadError, OutOfMemory, PlanError, Stopped
 from pagecast_worker.link import Link
-from pagecast_worker.logging import configure
 from pagecast_worker.loop import Loop
 from pagecast_worker.oracle import OracleExecutor
 from pagecast_worker.progress import ProgressReport
@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 def run(config: WorkerConfig) -> int:
     """Run one rank until it is told to stop or fails; returns the exit code."""
     die_with_parent()
-    configure(config.log_format, config.log_level, process="worker", rank=config.rank)
+    log_lines.configure(config.log_format, config.log_level, process="worker", rank=config.rank)
     path = config.workers_endpoint.removeprefix("ipc://")
     if config.head is None and len(path.encode()) > _MAX_IPC_PATH:
         return _refuse(f"run_dir is too long: its socket path has {len(path.encode())} bytes, the limit is {_MAX_IPC_PATH}")

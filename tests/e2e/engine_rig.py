@@ -18,12 +18,11 @@ from uuid import uuid4
 import msgspec
 import zmq
 
-from pagecast_scheduler.engine import logs
 from pagecast_scheduler.engine.config import EngineConfig
 from pagecast_scheduler.engine.epochs import Record
 from pagecast_scheduler.engine.loop import Engine
 from pagecast_scheduler.engine.processes import own_pid_namespace
-from pagecast_wire import codec
+from pagecast_wire import codec, log_lines
 from pagecast_wire.codec import WIRE_DIGEST, WIRE_VERSION, pack_u32, view_u32, view_u64
 from pagecast_wire.intake import (
     KEY_BITS,
@@ -53,7 +52,7 @@ from pagecast_worker.oracle import OracleExecutor, oracle_tokens
 LIVENESS_S = 60.0
 """How long anything may take before a test fails: a bound on being stuck, not a promise of speed."""
 
-logs.configure("json", "error")
+log_lines.configure("json", "error")
 
 Filter = Callable[[list[bytes]], list[bytes]]
 

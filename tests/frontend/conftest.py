@@ -15,10 +15,10 @@ from google.rpc import error_details_pb2, status_pb2
 from pagecast.v1 import generation_pb2_grpc
 from pagecast_scheduler.frontend import authorizer, boundary, engine_client, generation, interceptor, main, reloading, scheduler_link
 from pagecast_scheduler.frontend.config import FrontendConfig
-from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.frontend.main import Frontend
+from pagecast_wire import log_lines
 
-configure_logs("json", "info")
+log_lines.configure("json", "info")
 
 _open: list["Rig"] = []
 """Rigs that nobody has stopped yet. One that were still there at the end would keep the interpreter from ending."""

@@ -9,10 +9,10 @@ from sim.world import World
 
 from pagecast.cli import replay as command
 from pagecast_scheduler.core import policy
-from pagecast_scheduler.engine import logs
 from pagecast_scheduler.engine import recorder as recording
 from pagecast_scheduler.engine.recorder import Recorder
 from pagecast_scheduler.engine.replay import RecordingError, compare, read, replay
+from pagecast_wire import log_lines
 from pagecast_wire.plan import StepPlan
 
 SEEDS = range(40)
@@ -134,7 +134,7 @@ def test_a_recording_that_is_there_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
-    logs.configure("json", "error")
+    log_lines.configure("json", "error")
     recorder = Recorder("/dev/full", with_tokens=True)
     for at in range(3):
         recorder.control(at * 2_000_000, "fail_epoch", {})

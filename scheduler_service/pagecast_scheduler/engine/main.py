@@ -11,11 +11,11 @@ from types import FrameType
 
 import zmq
 
-from pagecast_scheduler.engine import logs
 from pagecast_scheduler.engine.config import ConfigError, EngineConfig
 from pagecast_scheduler.engine.epochs import Record
 from pagecast_scheduler.engine.loop import Engine
 from pagecast_scheduler.engine.run_state import RunDirInUse, RunDirLock
+from pagecast_wire import log_lines
 from pagecast_wire.keys import KeysError
 
 EXIT_CONFIG = 2
@@ -23,7 +23,7 @@ EXIT_CONFIG = 2
 
 def run(config: EngineConfig) -> int:
     """Serve until SIGTERM or SIGINT (once: drain; twice: at once), or until nothing can be served any more."""
-    logs.configure(config.log_format, config.log_level)
+    log_lines.configure(config.log_format, config.log_level, process="scheduler")
     try:
         os.makedirs(config.run_dir, mode=0o700, exist_ok=True)
         lock = RunDirLock(config.run_dir)

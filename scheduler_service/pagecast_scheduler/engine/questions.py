@@ -16,8 +16,9 @@ from pagecast_scheduler.core.waiting import Wait
 from pagecast_scheduler.engine.directory import Directory, Entry
 from pagecast_scheduler.engine.epochs import Epochs
 from pagecast_scheduler.engine.intake import Intake
-from pagecast_scheduler.engine.logs import logger, set_level
+from pagecast_scheduler.engine.logs import logger
 from pagecast_scheduler.engine.workers import WorkerGroup
+from pagecast_wire import log_lines
 from pagecast_wire.control import (
     LOG_LEVELS,
     Audit,
@@ -83,7 +84,7 @@ class Questions:
         previous = self._group.log_level
         if question.level not in LOG_LEVELS:
             return LogLevelSet(question.ticket, previous)
-        set_level(question.level or self._group.config.log_level)
+        log_lines.set_level(question.level or self._group.config.log_level)
         self._group.set_log_level(question.level)
         self._log.info("log level", level=question.level or "as configured")
         return LogLevelSet(question.ticket, previous)

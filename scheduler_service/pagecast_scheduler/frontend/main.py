@@ -33,7 +33,6 @@ from pagecast_scheduler.frontend.listeners import (
     listen_publicly,
 )
 from pagecast_scheduler.frontend.load_reports import Rate, trailer
-from pagecast_scheduler.frontend.logs import configure_logs, set_level
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.namespace import load_key
 from pagecast_scheduler.frontend.prompts import PromptMaker
@@ -41,6 +40,7 @@ from pagecast_scheduler.frontend.server import SERVICES, Services
 from pagecast_scheduler.frontend.service_state import ServiceState
 from pagecast_scheduler.frontend.tokenizer import Tokenizer, load_tokenizer
 from pagecast_scheduler.frontend.tracing import spans_to
+from pagecast_wire import log_lines
 from pagecast_wire.intake import ServingState
 from pagecast_wire.pulse import Pulse
 
@@ -173,7 +173,7 @@ class Frontend:
         wanted = (status.log_level if status is not None else "") or self._config.log_level
         if wanted != self._log_level:
             self._log_level = wanted
-            set_level(wanted)
+            log_lines.set_level(wanted)
 
     def _publish(self, kind: str, text: str) -> None:
         """Writes RUN_DIR/frontend-<index>.<kind>, whole from the moment it can be seen."""
@@ -255,7 +255,7 @@ def run(config: FrontendConfig) -> int:
     if problem is not None:
         print(f"pagecast frontend: {problem}", file=sys.stderr)
         return 2
-    configure_logs(config.log_format, config.log_level, process="frontend", index=config.index)
+    log_lines.configure(config.log_format, config.log_level, process="frontend", index=config.index)
     if Path(config.model).is_dir():
         # transformers reads such a folder without torch, but would load it (seconds, hundreds of MiB) if it found it.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

@@ -24,13 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagecast.errors import WrongAccess
 from pagecast_scheduler.frontend.event_loop import run_until_done
-from pagecast_scheduler.frontend.logs import configure_logs
 from pagecast_scheduler.gateway.app import TOLD, make_app
 from pagecast_scheduler.gateway.backend import Backend
 from pagecast_scheduler.gateway.certificate import listening_context
 from pagecast_scheduler.gateway.config import GatewayConfig, check
 from pagecast_scheduler.gateway.connection import Connection
 from pagecast_scheduler.gateway.errors import body
+from pagecast_wire import log_lines
 
 log = structlog.get_logger("pagecast.gateway")
 
@@ -242,7 +242,7 @@ def run(config: GatewayConfig) -> int:
     if problem is not None:
         print(f"pagecast gateway: {problem}", file=sys.stderr)
         return 2
-    configure_logs(config.log_format, config.log_level, process="gateway")
+    log_lines.configure(config.log_format, config.log_level, process="gateway")
     server = logging.getLogger("uvicorn.error")
     server.propagate = False
     server.addHandler(ServerLog())

@@ -1,4 +1,4 @@
-"""Log lines of front ends and gateways: JSON for machines, console text for people. Prompts and output are never logged."""
+"""Log lines of every process: one event a line on standard error, as JSON or for people. Never a token, a prompt or an output."""
 
 import logging
 import sys
@@ -7,26 +7,36 @@ from typing import Any
 import structlog
 
 
-def configure_logs(log_format: str, log_level: str, **fields: Any) -> None:
-    """Sets structlog up for this process. log_format: "json", "console", or "auto" (console on a terminal). `fields` stand in every
-    line, of every thread.
+class _StandardError:
+    """Writes a line where standard error is at that moment. A reader that has gone must not take the process with it."""
+
+    def msg(self, line: str) -> None:
+        try:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass
+
+    debug = info = warning = error = critical = msg
+
+
+def configure(log_format: str, log_level: str, **fields: Any) -> None:
+    """Sets structlog up for this process. log_format: "json", "console", or "auto" (console on a terminal). log_level: a name of the
+    logging module. `fields` stand in every line, of every thread.
 
     Tracebacks never show the values of variables: those may be prompts.
     """
-    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
 
     def name_process(_logger: Any, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
         return {**fields, **line}
 
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
     processors: list[structlog.typing.Processor] = [name_process, structlog.processors.add_log_level, stamp]
     if log_format == "console" or (log_format == "auto" and sys.stderr.isatty()):
         processors.append(structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback))
     else:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    structlog.configure(
-        processors=processors,
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-    )
+    structlog.configure(processors=processors, logger_factory=lambda *_: _StandardError())
     set_level(log_level)
 
 
