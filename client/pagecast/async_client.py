@@ -163,14 +163,14 @@ class AsyncClient:
         return str((await self._ask(self._stubs.tokenizer.Detokenize(request, metadata=self._metadata))).text)
 
     async def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
-        """How many tokens a text or a conversation has. options: those of conversations, and model."""
+        """How many tokens a text or a conversation has. options: those of conversations, model and timeout."""
         request = requests.count_tokens(prompt, options)
-        return int((await self._ask(self._stubs.tokenizer.CountTokens(request, metadata=self._metadata))).num_tokens)
+        return int((await self._ask_method(self._stubs.tokenizer.CountTokens, request, options.get("timeout"))).num_tokens)
 
     async def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
-        """What a conversation becomes under the model's own template. options: those of conversations, and model."""
+        """What a conversation becomes under the model's own template. options: those of conversations, model and timeout."""
         request = requests.render_chat(messages, options)
-        return answers.rendered_chat(await self._ask(self._stubs.tokenizer.RenderChat(request, metadata=self._metadata)))
+        return answers.rendered_chat(await self._ask_method(self._stubs.tokenizer.RenderChat, request, options.get("timeout")))
 
     async def models(self, *, timeout: float | None = None) -> tuple[types.Model, ...]:
         """The models served."""

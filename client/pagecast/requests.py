@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, cast
 
@@ -72,9 +72,7 @@ class RequestOptions(TypedDict, total=False):
 
 def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions) -> pb.GenerationSpec:
     """The spec of one request. Raises ValueError or TypeError, naming the argument, for values that it cannot express."""
-    unknown = options.keys() - RequestOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"no request option {sorted(unknown)[0]!r}; there are {', '.join(sorted(RequestOptions.__annotations__))}")
+    _check_names(options, RequestOptions.__annotations__.keys())
     spec = pb.GenerationSpec(model=options.get("model", ""), request_id=options.get("request_id", ""))
     if options.get("attach"):
         spec.attach = True
@@ -83,10 +81,10 @@ def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: Re
     if "truncate" in options:
         spec.truncate = _value("truncate", pb.Truncate, options["truncate"])
     _set_prompt(spec, prompt)
-    if _CHAT_OPTIONS & options.keys():
-        if spec.WhichOneof("input") != "chat":
-            raise ValueError(f"{sorted(_CHAT_OPTIONS & options.keys())[0]} goes with a conversation, not with text or token ids")
+    if spec.WhichOneof("input") == "chat":
         fill_chat(spec.chat, options)
+    else:
+        _check_no_chat(options)
     (sampling or SamplingParams()).fill(spec)
     spec.cache.cache_scope = options.get("cache_scope", "")
     if "bypass_prefix_cache" in options:
@@ -141,6 +139,20 @@ def watch_cache_events(after: CacheEvents | None, include_token_ids: bool) -> ru
 
 
 _CHAT_OPTIONS = {"tools", "tool_choice", "tool_name", "template_kwargs", "add_generation_prompt"}
+_TOKENIZER_OPTIONS = _CHAT_OPTIONS | {"model", "timeout"}
+
+
+def _check_names(options: RequestOptions, known: Set[str]) -> None:
+    """Raises TypeError for an option that the call does not take."""
+    unknown = options.keys() - known
+    if unknown:
+        raise TypeError(f"no request option {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}")
+
+
+def _check_no_chat(options: RequestOptions) -> None:
+    """Raises ValueError for an option of conversations beside another prompt."""
+    if _CHAT_OPTIONS & options.keys():
+        raise ValueError(f"{sorted(_CHAT_OPTIONS & options.keys())[0]} goes with a conversation, not with text or token ids")
 
 
 def chat_prompt(messages: Chat) -> pb.ChatPrompt:
@@ -171,16 +183,19 @@ def detokenize(token_ids: Sequence[int], skip_special_tokens: bool, model: str) 
 
 
 def render_chat(messages: Chat, options: RequestOptions) -> tokenizer_pb2.RenderChatRequest:
-    """A conversation that is to be put into the model's template."""
+    """A conversation that is to be put into the model's template. Raises ValueError or TypeError, naming the argument."""
+    _check_names(options, _TOKENIZER_OPTIONS)
     request = tokenizer_pb2.RenderChatRequest(model=options.get("model", ""), chat=chat_prompt(messages))
     fill_chat(request.chat, options)
     return request
 
 
 def count_tokens(prompt: str | Chat, options: RequestOptions) -> tokenizer_pb2.CountTokensRequest:
-    """What is to be counted."""
+    """What is to be counted. Raises ValueError or TypeError, naming the argument."""
+    _check_names(options, _TOKENIZER_OPTIONS)
     request = tokenizer_pb2.CountTokensRequest(model=options.get("model", ""))
     if isinstance(prompt, str):
+        _check_no_chat(options)
         request.text = prompt
     else:
         request.chat.CopyFrom(chat_prompt(prompt))

@@ -148,13 +148,14 @@ class Client:
         return str(self._ask(self._stubs.tokenizer.Detokenize, request).text)
 
     def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
-        """How many tokens a text or a conversation has. options: those of conversations, and model."""
+        """How many tokens a text or a conversation has. options: those of conversations, model and timeout."""
         request = requests.count_tokens(prompt, options)
-        return int(self._ask(self._stubs.tokenizer.CountTokens, request).num_tokens)
+        return int(self._ask(self._stubs.tokenizer.CountTokens, request, options.get("timeout")).num_tokens)
 
     def render_chat(self, messages: requests.Chat, **options: Unpack[requests.RequestOptions]) -> types.RenderedChat:
-        """What a conversation becomes under the model's own template. options: those of conversations, and model."""
-        return answers.rendered_chat(self._ask(self._stubs.tokenizer.RenderChat, requests.render_chat(messages, options)))
+        """What a conversation becomes under the model's own template. options: those of conversations, model and timeout."""
+        request = requests.render_chat(messages, options)
+        return answers.rendered_chat(self._ask(self._stubs.tokenizer.RenderChat, request, options.get("timeout")))
 
     def models(self, *, timeout: float | None = None) -> tuple[types.Model, ...]:
         """The models served."""

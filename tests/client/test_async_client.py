@@ -37,6 +37,15 @@ async def test_every_method_takes_what_that_of_the_synchronous_client_takes(serv
     async with AsyncClient(server.target) as client:
         with pytest.raises(errors.DeadlineExceeded):
             await client.models(timeout=-1)
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.count_tokens("hi", timeout=-1)
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.render_chat([types.ChatMessage("user", "x")], timeout=-1)
+    with Client(server.target) as plain:
+        with pytest.raises(errors.DeadlineExceeded):
+            plain.count_tokens("hi", timeout=-1)
+        with pytest.raises(errors.DeadlineExceeded):
+            plain.render_chat([types.ChatMessage("user", "x")], timeout=-1)
 
 
 async def test_errors_are_typed(server: FakeServer) -> None:

@@ -123,6 +123,18 @@ def test_a_conversation_with_tools_and_its_answers() -> None:
         requests.generation_spec("text", None, {"tools": [tool]})
 
 
+@pytest.mark.parametrize("message_of", [requests.count_tokens, requests.render_chat])
+def test_what_only_a_tokenizer_is_asked_takes_no_other_options(message_of: Any) -> None:
+    chat = [types.ChatMessage("user", "x")]
+    message = message_of(chat, {"model": "m", "timeout": 1.0, "add_generation_prompt": False})
+    assert message.model == "m" and message.chat.HasField("add_generation_prompt")
+    for name in ("tool_choise", "priority"):
+        with pytest.raises(TypeError, match=f"no request option '{name}'; there are add_generation_prompt, model, "):
+            message_of(chat, {name: "x"})
+    with pytest.raises(ValueError, match="template_kwargs goes with a conversation"):
+        requests.count_tokens("text", {"template_kwargs": {}})
+
+
 def test_answers_carry_log_probabilities_reasoning_and_calls() -> None:
     best = pb.AlternativeToken(token_id=8, logprob=-0.5, token_bytes=b"y")
     record = pb.TokenLogprob(token_id=7, logprob=-1, token_bytes=b"x", top=[best])
