@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY = 1, 3, 4, 6, 7
+HEADERS, RST_STREAM, SETTINGS, PING = 1, 3, 4, 6
 ACK, END_HEADERS = 1, 4
 CANCEL = 8
 BATCH = 100

@@ -32,10 +32,6 @@ class StallingProxy:
         """From here on nothing passes, in either direction."""
         self._flows.clear()
 
-    def thaw(self) -> None:
-        """Everything passes again."""
-        self._flows.set()
-
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection(self._host, self._port)
         self._writers += [writer, server_writer]
