@@ -204,6 +204,16 @@ class AsyncClient:
         call = self._stubs.health(channel.health_request(service), timeout=requests.timeout(timeout), metadata=self._metadata)
         return channel.health_status(await self._ask(call))
 
+    @property
+    def grpc_channel(self) -> grpc.aio.Channel:
+        """The channel, for stubs of services that this class has no method for; to be called with `metadata`."""
+        return self._channel
+
+    @property
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """What is sent with every call."""
+        return self._metadata
+
     async def close(self) -> None:
         """Close the connection; calls under way are cancelled."""
         await self._channel.close()

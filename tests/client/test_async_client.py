@@ -7,6 +7,7 @@ import pytest
 from client.fake_server import FakeServer
 
 from pagecast import AsyncClient, Client, errors, types
+from pagecast.v1 import model_pb2, model_pb2_grpc
 
 
 async def test_stream_and_generate(server: FakeServer) -> None:
@@ -34,7 +35,11 @@ async def test_every_method_takes_what_that_of_the_synchronous_client_takes(serv
     for name, method in methods.items():
         taken = inspect.signature(getattr(AsyncClient, name)).parameters
         assert taken == inspect.signature(method).parameters, name
-    async with AsyncClient(server.target) as client:
+    assert {name for name in dir(Client) if name[0] != "_"} == {name for name in dir(AsyncClient) if name[0] != "_"}
+    async with AsyncClient(server.target, metadata=[("a", "b")]) as client:
+        models = model_pb2_grpc.ModelServiceStub(client.grpc_channel)
+        assert (await models.ListModels(model_pb2.ListModelsRequest(), metadata=client.metadata)).models[0].name == "m"
+        assert ("a", "b") in client.metadata
         with pytest.raises(errors.DeadlineExceeded):
             await client.models(timeout=-1)
         with pytest.raises(errors.DeadlineExceeded):

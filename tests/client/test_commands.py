@@ -55,7 +55,7 @@ def test_generate_streams_to_standard_output_and_figures_to_standard_error(serve
     (["admin", "check", "--run-dir", "/no/such"], 2, "/no/such has no operators' socket: no cluster runs there"),
     (["admin", "requests"], 2, "has no methods for operators"),
     (["generate", "endless", "--timeout", "0.5"], 1, "the call's timeout ran out"),
-    (["generate"], 2, "required: prompt"),
+    (["generate"], 2, "required: PROMPT"),
     (["status", ""], 2, "unrecognized arguments: ; see"),
     (["batch", ""], 2, "cannot read .: Is a directory"),
     (["generate", "x", "--no-such"], 2, "unrecognized arguments: --no-such; see"),

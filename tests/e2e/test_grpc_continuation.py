@@ -218,7 +218,7 @@ async def test_drain_and_undrain(served: Served, operator: Any) -> None:
             while await client.health() != "NOT_SERVING":
                 await asyncio.sleep(0.02)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client._generation.Generate(requests_of(client))
+            await generation_pb2_grpc.GenerationServiceStub(client.grpc_channel).Generate(requests_of(client))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert [i async for e in running if isinstance(e, types.Tokens) for i in e.token_ids] == expected(5, length=2500)
         await operator.Undrain(admin.UndrainRequest())
