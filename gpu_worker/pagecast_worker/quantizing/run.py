@@ -99,7 +99,7 @@ class _Run:
             self._out.write(0, {source.name: self._plain(self._whole(source)) for source in self._rest})
         calibration = None
         if job.calibrated:
-            calibration = Calibration(self._model, _operators(job.device, self._model.dtype), job.sequences)
+            calibration = Calibration(self._model, _operators(job.device), job.sequences)
         for index, sources in self._layers.items():
             report(index + 1, total, f"layer {index + 1} of {len(self._layers)}")
             layer, done = self._model.layers[index], self._out.read(index + 1)
@@ -212,7 +212,7 @@ class _Run:
         return value.to(self._dtype).cpu().contiguous()
 
 
-def _operators(device: torch.device, dtype: torch.dtype) -> Any:
+def _operators(device: torch.device) -> Any:
     """The plain operators, on whatever device: calibration is a matter of minutes, and these need no scratch memory."""
     from types import SimpleNamespace
 

@@ -65,6 +65,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
+        self._check_numbers()
+        self._check_addresses()
+
+    def _check_numbers(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size must be one of {BLOCK_SIZES}, not {self.block_size}")
         if not 0 <= self.batch_delay_ms <= MAX_BATCH_DELAY_MS:
@@ -88,6 +92,8 @@ class EngineConfig:
             raise ConfigError(f"max_model_len must be at least 2 and below 2**31, not {self.max_model_len}")
         if self.metrics_port is not None and not 0 < self.metrics_port < 65536:
             raise ConfigError(f"metrics_port must be between 1 and 65535, not {self.metrics_port}")
+
+    def _check_addresses(self) -> None:
         if self.head is not None:
             host, _, port = self.head.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 65536:

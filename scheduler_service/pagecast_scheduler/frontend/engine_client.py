@@ -42,6 +42,7 @@ from pagecast_wire.intake import (
     FrontendRefused,
     FrontendWelcome,
     Ready,
+    Rejected,
     RejectReason,
     ServingState,
     Submit,
@@ -231,10 +232,7 @@ class EngineClient:
             if (stream := live.get(accepted.key)) is not None:
                 stream.on_accepted(accepted.queue_position)
         for rejected in batch.rejected:
-            if rejected.reason is not RejectReason.DUPLICATE_KEY and (stream := live.pop(rejected.key, None)) is not None:
-                stream.on_rejected(rejected)
-                if stream.kept_until is not None:
-                    stream.settle()
+            self._on_rejected(rejected)
         for record in batch.logprobs:
             if (stream := live.get(record.key)) is not None:
                 self._safely(stream, stream.on_logprobs, record)
@@ -251,6 +249,13 @@ class EngineClient:
                 stream.on_finished(finished)
                 if stream.is_over:
                     self._end(stream)
+
+    def _on_rejected(self, rejected: Rejected) -> None:
+        """A refusal ends the request; that of a key that is taken says nothing about the request that has it."""
+        if rejected.reason is not RejectReason.DUPLICATE_KEY and (stream := self._live.pop(rejected.key, None)) is not None:
+            stream.on_rejected(rejected)
+            if stream.kept_until is not None:
+                stream.settle()
 
     def _on_tokens(self, batch: FrontendBatch) -> None:
         """The token columns: one dictionary look-up and one packed append per sequence and step."""
