@@ -1,15 +1,18 @@
 """Quantized operators on a GPU against float64.
 
-    PYTHONPATH=kernels:tests python kernels/gpu_check_quantized.py
+    PYTHONPATH=kernels:tests python kernels/gpu_check_quantized.py [--only NAME]
 
 Products of every kind of packed weight, also of experts, of 8-bit rows, rows that are quantized where they are made, and attention
-over a cache of e4m3; mixtures of experts that are not quantized. Prints what is wrong; exits 1 if anything is.
+over a cache of e4m3; mixtures of experts that are not quantized. Each group is a process of its own, as compiling takes longest, and
+is told as it ends. Prints what is wrong; exits 1 if anything is.
 """
 
 import argparse
 import itertools
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 from gpu_check import report
@@ -25,10 +28,9 @@ from pagecast_kernels.routing import Routing
 FP8 = torch.float8_e4m3fn
 
 
-def check_packed() -> Iterator[tuple[str, float]]:
+def check_packed(*kinds: weights.Kind) -> Iterator[tuple[str, float]]:
     """Groups, zero points, both 16-bit types, even and odd shapes, pairs, and sums split over programs."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    kinds: tuple[weights.Kind, ...] = ("int4", "int8", "fp8")
     shapes = ((512, 1024, 1), (320, 576, 33))
     for kind, group, zeros, (rows, columns, count) in itertools.product(kinds, (32, 64, 128, 0), (False, True), shapes):
         if (kind == "fp8" and zeros) or columns % max(group, 1):
@@ -177,7 +179,35 @@ def check_cache() -> Iterator[tuple[str, float]]:
                 yield f"decode {name}", paged_case.relative_error(got, reference.paged_decode(q, *args, **scale))
 
 
+CHECKS: dict[str, tuple[Callable[[], Iterator[tuple[str, float]]], float]] = {
+    "int4": (lambda: check_packed("int4"), 4e-3), "int8": (lambda: check_packed("int8"), 4e-3), "fp8": (lambda: check_packed("fp8"), 4e-3),
+    "head": (check_head, 4e-3), "scaled": (check_scaled, 6e-3), "experts": (check_experts, 8e-3), "mixtures": (check_mixtures, 8e-3),
+    "cache": (check_cache, 8e-3),
+}  # fmt: skip
+"""Groups of checks, and the largest relative error of each."""
+
+
+def check_group(name: str) -> tuple[int, str]:
+    """(exit status, what it said) of a process that makes one group's checks."""
+    done = subprocess.run([sys.executable, __file__, "--only", name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=CHECKS, help="one group, in this process")
+    if only := parser.parse_args().only:
+        check, limit = CHECKS[only]
+        return int(bool(report([(check(), limit)])))
+    wrong = 0
+    with ThreadPoolExecutor(len(CHECKS)) as pool:
+        running = {pool.submit(check_group, name): name for name in CHECKS}
+        for future in as_completed(running):
+            status, said = future.result()
+            wrong |= status
+            print(f"== {running[future]}: {'right' if status == 0 else f'ended with {status}'}", said.rstrip(), sep="\n", flush=True)
+    return int(bool(wrong))
+
+
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    products = [(check_packed(), 4e-3), (check_head(), 4e-3), (check_scaled(), 6e-3)]
-    sys.exit(bool(report([*products, (check_experts(), 8e-3), (check_mixtures(), 8e-3), (check_cache(), 8e-3)])))
+    sys.exit(main())
