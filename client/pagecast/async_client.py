@@ -138,10 +138,10 @@ class AsyncClient:
         position = Position.of(request, requests.timeout(options.get("timeout")), options.get("resume", True))
         return AsyncStream(self._stubs.generation, position, self._metadata, self._reach)
 
-    async def cancel(self, request_id: str) -> bool:
+    async def cancel(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
         request = generation_pb2.CancelGenerationRequest(request_id=request_id)
-        answer = await self._ask(self._stubs.generation.CancelGeneration(request, metadata=self._metadata))
+        answer = await self._ask_method(self._stubs.generation.CancelGeneration, request, timeout)
         return bool(answer.result == generation_pb2.CANCEL_RESULT_CANCELLED)
 
     async def generate(
@@ -152,15 +152,19 @@ class AsyncClient:
         call = self._stubs.generation.Generate(request, timeout=requests.timeout(options.get("timeout")), metadata=self._metadata)
         return answers.generation(await self._ask(call))
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
+    async def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, model: str = "", timeout: float | None = None
+    ) -> tuple[int, ...]:
         """Token ids of `text`, as generation sees them."""
         request = requests.tokenize(text, add_special_tokens, model)
-        return tuple((await self._ask(self._stubs.tokenizer.Tokenize(request, metadata=self._metadata))).token_ids)
+        return tuple((await self._ask_method(self._stubs.tokenizer.Tokenize, request, timeout)).token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "", timeout: float | None = None
+    ) -> str:
         """Text of `token_ids`."""
         request = requests.detokenize(token_ids, skip_special_tokens, model)
-        return str((await self._ask(self._stubs.tokenizer.Detokenize(request, metadata=self._metadata))).text)
+        return str((await self._ask_method(self._stubs.tokenizer.Detokenize, request, timeout)).text)
 
     async def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
         """How many tokens a text or a conversation has. options: those of conversations, model and timeout."""
@@ -194,10 +198,10 @@ class AsyncClient:
         request = requests.watch_cache_events(after, include_token_ids)
         return AsyncWatch(self._stubs.runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
 
-    async def server_info(self) -> types.ServerInfo:
+    async def server_info(self, *, timeout: float | None = None) -> types.ServerInfo:
         """Which server answers."""
         request = runtime_pb2.GetServerInfoRequest()
-        return answers.server_info(await self._ask(self._stubs.runtime.GetServerInfo(request, metadata=self._metadata)))
+        return answers.server_info(await self._ask_method(self._stubs.runtime.GetServerInfo, request, timeout))
 
     async def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
         """grpc.health.v1 status of the server, or of one service."""

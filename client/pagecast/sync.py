@@ -125,9 +125,10 @@ class Client:
         position = Position.of(request, requests.timeout(options.get("timeout")), options.get("resume", True))
         return Stream(self._stubs.generation, position, self._metadata, self._reach)
 
-    def cancel(self, request_id: str) -> bool:
+    def cancel(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a request of this caller by its id. False if it had ended before; NotFound if the server knows no such request."""
-        answer = self._ask(self._stubs.generation.CancelGeneration, generation_pb2.CancelGenerationRequest(request_id=request_id))
+        request = generation_pb2.CancelGenerationRequest(request_id=request_id)
+        answer = self._ask(self._stubs.generation.CancelGeneration, request, timeout)
         return bool(answer.result == generation_pb2.CANCEL_RESULT_CANCELLED)
 
     def generate(
@@ -137,15 +138,19 @@ class Client:
         request = requests.generate(prompt, sampling, options)
         return answers.generation(self._ask(self._stubs.generation.Generate, request, options.get("timeout")))
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> tuple[int, ...]:
+    def tokenize(
+        self, text: str, *, add_special_tokens: bool = True, model: str = "", timeout: float | None = None
+    ) -> tuple[int, ...]:
         """Token ids of `text`, as generation sees them."""
         request = requests.tokenize(text, add_special_tokens, model)
-        return tuple(self._ask(self._stubs.tokenizer.Tokenize, request).token_ids)
+        return tuple(self._ask(self._stubs.tokenizer.Tokenize, request, timeout).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "", timeout: float | None = None
+    ) -> str:
         """Text of `token_ids`."""
         request = requests.detokenize(token_ids, skip_special_tokens, model)
-        return str(self._ask(self._stubs.tokenizer.Detokenize, request).text)
+        return str(self._ask(self._stubs.tokenizer.Detokenize, request, timeout).text)
 
     def count_tokens(self, prompt: str | requests.Chat, **options: Unpack[requests.RequestOptions]) -> int:
         """How many tokens a text or a conversation has. options: those of conversations, model and timeout."""
@@ -178,9 +183,9 @@ class Client:
         request = requests.watch_cache_events(after, include_token_ids)
         return Watch(self._stubs.runtime.WatchCacheEvents(request, metadata=self._metadata), answers.cache_events)
 
-    def server_info(self) -> types.ServerInfo:
+    def server_info(self, *, timeout: float | None = None) -> types.ServerInfo:
         """Which server answers."""
-        return answers.server_info(self._ask(self._stubs.runtime.GetServerInfo, runtime_pb2.GetServerInfoRequest()))
+        return answers.server_info(self._ask(self._stubs.runtime.GetServerInfo, runtime_pb2.GetServerInfoRequest(), timeout))
 
     def health(self, service: str = "", *, timeout: float | None = None) -> types.HealthStatus:
         """grpc.health.v1 status of the server, or of one service."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from typing import Any
 
 import pytest
 from client.fake_server import FakeServer
@@ -40,17 +41,21 @@ async def test_every_method_takes_what_that_of_the_synchronous_client_takes(serv
         models = model_pb2_grpc.ModelServiceStub(client.grpc_channel)
         assert (await models.ListModels(model_pb2.ListModelsRequest(), metadata=client.metadata)).models[0].name == "m"
         assert ("a", "b") in client.metadata
+
+
+LIMITED: list[tuple[str, tuple[Any, ...]]] = [
+    ("models", ()), ("load", ()), ("server_info", ()), ("health", ()), ("tokenize", ("hi",)), ("detokenize", ([104],)),
+    ("count_tokens", ("hi",)), ("render_chat", ([types.ChatMessage("user", "x")],)), ("cancel", ("r",)), ("generate", ("hello",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arguments"), LIMITED, ids=[name for name, _ in LIMITED])
+async def test_every_call_keeps_to_its_timeout(server: FakeServer, name: str, arguments: tuple[Any, ...]) -> None:
+    async with AsyncClient(server.target) as client:
         with pytest.raises(errors.DeadlineExceeded):
-            await client.models(timeout=-1)
-        with pytest.raises(errors.DeadlineExceeded):
-            await client.count_tokens("hi", timeout=-1)
-        with pytest.raises(errors.DeadlineExceeded):
-            await client.render_chat([types.ChatMessage("user", "x")], timeout=-1)
-    with Client(server.target) as plain:
-        with pytest.raises(errors.DeadlineExceeded):
-            plain.count_tokens("hi", timeout=-1)
-        with pytest.raises(errors.DeadlineExceeded):
-            plain.render_chat([types.ChatMessage("user", "x")], timeout=-1)
+            await getattr(client, name)(*arguments, timeout=-1)
+    with Client(server.target) as plain, pytest.raises(errors.DeadlineExceeded):
+        getattr(plain, name)(*arguments, timeout=-1)
 
 
 async def test_errors_are_typed(server: FakeServer) -> None:
