@@ -206,10 +206,13 @@ def test_prompts_beside_a_wrong_one_do_not_go_on(served: Served) -> None:
         until(lambda: running(served) == 0, "the other prompt goes on without anybody waiting for it")
 
 
-def test_a_body_sent_as_a_form_is_told_how_to_be_sent(served: Served) -> None:
+def test_a_body_sent_as_a_form_and_none_are_told_how_to_be_sent(served: Served) -> None:
     kinds = {"content-type": "application/x-www-form-urlencoded"}  # curl's own
     reply = httpx.post(f"{served.http}/v1/completions", content=b'{"prompt": "x"}', headers=kinds, timeout=LIMIT_S)
     assert reply.status_code == 400 and reply.json()["error"]["message"] == "the body must be a JSON object, sent as application/json"
+    reply = httpx.post(f"{served.http}/v1/completions", headers={"content-type": "application/json"}, timeout=LIMIT_S)
+    told = "the body is empty: it must be a JSON object, sent as application/json"
+    assert reply.status_code == 400 and reply.json()["error"]["message"] == told
 
 
 @pytest.mark.parametrize("seconds", [1.8e299, 1e12, 1e-12])

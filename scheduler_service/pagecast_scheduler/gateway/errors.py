@@ -161,8 +161,9 @@ def faults_of(errors: Sequence[Mapping[str, Any]]) -> Faults:
             found.setdefault("", []).append(f"the body is not JSON: {error['ctx']['error']}")
         elif len(error["loc"]) == 1 and error["type"] == "string_unicode":
             found.setdefault("", []).append(f"a field's name {HALF_A_PAIR}")
-        elif len(error["loc"]) == 1 and error["type"] != "missing":
-            found.setdefault("", []).append("the body must be a JSON object, sent as application/json")
+        elif len(error["loc"]) == 1:
+            had = "the body is empty: it" if error["type"] == "missing" else "the body"
+            found.setdefault("", []).append(f"{had} must be a JSON object, sent as application/json")
         else:
             found.setdefault(place, []).append(_TEXTS.get(error["type"], error["msg"]))
     faults = Faults()
