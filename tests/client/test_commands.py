@@ -127,12 +127,13 @@ def test_keys_that_a_full_disk_cuts_off_are_not_in_the_way_of_the_next_try(tmp_p
     assert pagecast("keys", str(folder)).returncode == 0 and len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("words", [["generate", "hello"], ["models"], ["version"]])
+@pytest.mark.parametrize("words", [["generate", "hello"], ["models"], ["version"], ["--help"], []])
 def test_output_that_its_disk_does_not_take_is_told_in_one_line(server: FakeServer, words: list[str]) -> None:
-    target = [] if words == ["version"] else ["--target", server.target]
+    name = "pagecast" if words in (["--help"], []) else f"pagecast {words[0]}"
+    target = ["--target", server.target] if words[:1] in (["generate"], ["models"]) else []
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*PAGECAST, *words, *target], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (1, f"pagecast {words[0]}: cannot write: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, f"{name}: cannot write: No space left on device\n")
 
 
 def test_the_rate_leaves_out_every_token_of_the_first_message() -> None:

@@ -3,6 +3,8 @@
 import errno
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 
 from pagecast.cli.parser import Parser, meant
@@ -47,13 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command line. Exit codes: 0 done, 1 failed, 2 cannot work as it was asked, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
-        print(overview())
-        return 0 if words else 2
+        return _told("pagecast", partial(_help, 0 if words else 2))
     command, rest = ("version" if words[0] == "--version" else words[0]), words[1:]
     if command not in COMMANDS:
         print(f"pagecast: no command {command!r}{meant(command, COMMANDS)}; see `pagecast --help`", file=sys.stderr)
         return 2
-    return _run(command, rest)
+    return _told(f"pagecast {command}", partial(_run, command, rest))
 
 
 def overview() -> str:
@@ -63,19 +64,30 @@ def overview() -> str:
     return "\n".join([*lines, "", "`pagecast COMMAND --help` lists a command's options."])
 
 
+def _help(code: int) -> int:
+    print(overview())
+    sys.stdout.flush()
+    return code
+
+
 def _run(command: str, rest: list[str]) -> int:
     os.environ.setdefault(_QUIET, "ERROR" if command in (*_ROLES, "serve") else "NONE")
+    parser = Parser(f"pagecast {command}", COMMANDS[command])
+    if command in _ROLES:
+        roles = import_module("pagecast.cli.roles")
+        roles.add_arguments(parser, command)
+        return int(roles.run(parser.parse_args(rest), command))
+    module = import_module(f"pagecast.cli.{command.replace('-', '_')}")
+    module.add_arguments(parser)
+    code = int(module.run(parser.parse_args(rest)))
+    sys.stdout.flush()
+    return code
+
+
+def _told(name: str, work: Callable[[], int]) -> int:
+    """What work returns; what goes wrong in ways that a user can mend is one line behind the command's name, and an exit code."""
     try:
-        parser = Parser(f"pagecast {command}", COMMANDS[command])
-        if command in _ROLES:
-            roles = import_module("pagecast.cli.roles")
-            roles.add_arguments(parser, command)
-            return int(roles.run(parser.parse_args(rest), command))
-        module = import_module(f"pagecast.cli.{command.replace('-', '_')}")
-        module.add_arguments(parser)
-        code = int(module.run(parser.parse_args(rest)))
-        sys.stdout.flush()
-        return code
+        return work()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -85,19 +97,20 @@ def _run(command: str, rest: list[str]) -> int:
         if error.errno not in _NO_ROOM:
             raise
         _forget_output()
-        print(f"pagecast {command}: cannot write: {error.strerror}", file=sys.stderr)
+        print(f"{name}: cannot write: {error.strerror}", file=sys.stderr)
         return 1
     except PagecastError as error:
         flagged = import_module("pagecast.cli.options").flagged if isinstance(error, StartError) else str
         hint = " (`pagecast serve` starts a server)" if str(error).endswith("Connection refused") else ""
-        print(f"pagecast {command}: {flagged(str(error))}{hint}", file=sys.stderr)
+        print(f"{name}: {flagged(str(error))}{hint}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0].startswith("pagecast"):
             raise
+        command = name.removeprefix("pagecast ")
         extra = "conformance" if command == "conformance" else "serve"
         way = "`make setup` in a clone" if command == "bench" else f"pip install 'pagecast[{extra}]'"
-        print(f"pagecast {command}: needs the package {error.name}; install it with: {way}", file=sys.stderr)
+        print(f"{name}: needs the package {error.name}; install it with: {way}", file=sys.stderr)
         return 2
 
 
