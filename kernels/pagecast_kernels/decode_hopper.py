@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import arrive, block_ids, clean, entry, stage_barriers, view, zero_padding
+from pagecast_kernels.hopper_tiles import arrive, block_ids, clean, entry, ring_barriers, view, zero_padding
 from pagecast_kernels.shares import head_share_of
 
 
@@ -203,7 +203,9 @@ def _decode_hopper(
     # Query rows in DEPTH slots, by halves; then DEPTH times K by halves and V by halves.
     CHUNKS: gl.constexpr = DIM // 64 * DEPTH * (Q_ROWS // 8 + 2 * (KV // 8))
     pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [CHUNKS, 8, 64], k_desc.layout)
-    full, empty = stage_barriers(DEPTH)
+    full, empty = ring_barriers(DEPTH)
+    fence_async_shared()
+    gl.thread_barrier()
     gdc_wait()  # Up to here beside the end of the launch before, where the device can.
     tiles = gl.load(count_ptr)  # of one KV head
     program, begin, end, share, extra = head_share_of(gl.program_id(0), gl.num_programs(0), tiles, NUM_KV_HEADS, BY_HEAD)

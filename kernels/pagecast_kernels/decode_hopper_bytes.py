@@ -20,7 +20,7 @@ from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_bytes import SPLIT
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import arrive, block_ids, entry, stage_barriers, zero_padding
+from pagecast_kernels.hopper_tiles import arrive, block_ids, entry, ring_barriers, zero_padding
 from pagecast_kernels.shares import head_share_of
 
 _PAIRS = gl.constexpr("""{
@@ -228,7 +228,9 @@ def _decode_hopper_bytes(
     # Query rows for either product, weights, then DEPTH times K and V.
     FIRST: gl.constexpr = (2 + KV // 64) * (ROWS // 8)
     pool = gl.allocate_shared_memory(gl.int16, [FIRST + DEPTH * 2 * (KV // 8), 8, 64], k_desc.layout)
-    full, empty = stage_barriers(DEPTH)
+    full, empty = ring_barriers(DEPTH)
+    fence_async_shared()
+    gl.thread_barrier()
     gdc_wait()  # Up to here beside the end of the launch before, where the device can.
     tiles = gl.load(count_ptr)  # of one KV head
     program, begin, end, share, extra = head_share_of(gl.program_id(0), gl.num_programs(0), tiles, NUM_KV_HEADS, BY_HEAD)

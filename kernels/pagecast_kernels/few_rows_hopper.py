@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pagecast_kernels import configs, few_rows
 from pagecast_kernels.few_rows import COLUMNS, GROUP, ROWS, STEP, FewRows
+from pagecast_kernels.hopper_tiles import ring_barriers
 
 X_BOX = 16
 """Input rows of a box: one that reaches past them costs more than a whole one."""
@@ -42,17 +43,6 @@ def _chunks(acc, COLUMNS: gl.constexpr):
         return (left, right)
     else:
         return _chunks(left, COLUMNS // 2) + _chunks(right, COLUMNS // 2)
-
-
-@gluon.jit
-def _barriers(DEPTH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """(full, empty) of a ring."""
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(DEPTH):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
-    return full, empty
 
 
 @gluon.jit
@@ -152,8 +142,8 @@ def _few_rows(
     """y[rows, columns] in `tiles` tiles of COLUMNS, each of `steps` steps of GROUP · 64 columns of the weight."""
     x_smem = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [X_DEPTH * PARTS, 64, 64], x_desc.layout)
     w_smem = gl.allocate_shared_memory(y_ptr.dtype.element_ty, [W_DEPTH, COLUMNS // 8, GROUP, 8, 64], w_desc.layout)
-    x_full, x_empty = _barriers(X_DEPTH, PARTS)
-    w_full, w_empty = _barriers(W_DEPTH, PARTS)
+    x_full, x_empty = ring_barriers(X_DEPTH, PARTS)
+    w_full, w_empty = ring_barriers(W_DEPTH, PARTS)
     fence_async_shared()
     gl.thread_barrier()
     if PARTS == 1:

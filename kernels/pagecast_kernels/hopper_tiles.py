@@ -1,23 +1,22 @@
-"""What the decode kernels for Hopper share, in Gluon: what a list of tiles says, pages in shared memory, padding, and how parts become one.
-Triton's kernels have `paging` and `shares` for it."""
+"""What kernels for Hopper share, in Gluon: barriers of a ring; and those of decode what a list of tiles says, pages in shared memory,
+padding, and how parts become one. Triton's kernels have `paging` and `shares` for it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from pagecast_kernels.shares import head_owner
 
 
 @gluon.jit
-def stage_barriers(STAGES: gl.constexpr):
-    """(full, empty): a barrier of either kind for each stage of what the fetching warp hands over, ready for use."""
+def ring_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    """(full, empty): a barrier of either kind for each stage of what a fetching warp hands over; a stage is empty when so many warpgroups
+    have said so. The caller makes them known, by fence_async_shared and a thread barrier."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
     return full, empty
 
 

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import block_ids, clean, entry, view, zero_padding
+from pagecast_kernels.hopper_tiles import block_ids, clean, entry, ring_barriers, view, zero_padding
 from pagecast_kernels.shares import owner, share_of, team_of
 
 
@@ -265,11 +265,7 @@ def _latent_decode_hopper(
     # A slot of query rows a stage, weights, then the stages; all by chunks of 64 columns.
     POOL: gl.constexpr = (DEPTH * (CHUNKS + 1) + 1) * (ROWS // 8) + DEPTH * (CHUNKS + 1) * (KV // 8)
     pool = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [POOL, 8, 64], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(DEPTH):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = ring_barriers(DEPTH)
     fence_async_shared()
     gl.thread_barrier()
     gdc_wait()  # Up to here beside the end of the launch before, where the device can.
