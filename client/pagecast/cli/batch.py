@@ -103,7 +103,7 @@ class Server:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE.jsonl", help="one request a line: custom_id, method POST, url, body")
-    parser.add_argument("--output", metavar="OUT.jsonl", help="answers; lines that are there already are not asked again "
+    parser.add_argument("--output", metavar="OUT.jsonl", help="answers; lines that are answered there already are not asked again "
                         "(default: FILE.output.jsonl)")
     parser.add_argument("--model", default=models.DEFAULT_MODEL, metavar="MODEL", help="as for serve (default: %(default)s)")
     arguments.add_server(parser, None, "ask this running server instead of starting a cluster")

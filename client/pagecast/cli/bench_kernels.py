@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", type=Names(PARTS), default=",".join(PARTS), help="what to measure, separated by commas (default: all)")
     parser.add_argument(
         "--tune", nargs="+", metavar="SHAPE",
-        help="instead, find the best cuBLASLt algorithm for every product of these models (shapes of `bench throughput`) and write "
-        "the table that serving reads",
+        help="instead, find the best cuBLASLt algorithm, or launch of our own, for every product of these models (shapes of "
+        "`bench throughput`) and write the table that serving reads",
     )  # fmt: skip
     parser.add_argument("--tune-rows", type=numbers, metavar="N,N", help="rows to tune for (default: those of serving's graphs, and more)")
     parser.add_argument(
