@@ -115,6 +115,15 @@ def test_every_worker_gets_a_gpu_of_its_own() -> None:
     assert ids == {"worker": ["0"], "rank-0": ["0"], "rank-1": ["1"], "rank-2": ["2"]}
 
 
+def test_a_worker_on_a_gpu_has_a_c_compiler_and_a_place_for_its_kernels() -> None:
+    """Triton needs both: with a read-only root and no home folder it could write nowhere else, and what is in /tmp cannot be run."""
+    over = yaml.safe_load((ROOT / "deploy/docker-compose.gpu.yml").read_text())
+    stage = (ROOT / "deploy/Dockerfile").read_text().split(" AS worker\n")[1].split("\nFROM ")[0]
+    (place,) = re.findall(r"^ENV TRITON_CACHE_DIR=(\S+)$", stage, re.M)
+    assert re.search(r"apt-get install .*\bgcc libc6-dev\b", stage) and re.search(rf"install -d -m 0700 -o 10001 -g 10001 {place}$", stage, re.M)
+    assert over["volumes"] == {"kernels": None} and {tuple(each["volumes"]) for each in over["services"].values()} == {(f"kernels:{place}",)}
+
+
 class Containers:
     """Runs services' commands as processes, as compose would in containers: folders, ports and addresses are put in their place.
 
