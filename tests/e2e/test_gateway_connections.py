@@ -57,8 +57,8 @@ class Served:
 
 
 @asynccontextmanager
-async def served(app: Held, drain_timeout_s: float = 60.0) -> AsyncIterator[Served]:
-    config = GatewayConfig("127.0.0.1:1", http_port=0, drain_timeout_s=drain_timeout_s)
+async def served(app: Held, **limits: float) -> AsyncIterator[Served]:
+    config = GatewayConfig("127.0.0.1:1", http_port=0, **limits)  # type: ignore[arg-type]  # each of them is a number
     settings = main.settings_of(config, app, lambda: False)
     settings.load()
     listening = asyncio.Event()
@@ -78,9 +78,8 @@ async def served(app: Held, drain_timeout_s: float = 60.0) -> AsyncIterator[Serv
         listener.close()
 
 
-async def test_who_does_not_send_on_does_not_keep_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "ARRIVAL_S", 0.2)
-    async with asyncio.timeout(LIMIT_S), served(app := Held()) as server:
+async def test_who_does_not_send_on_does_not_keep_a_connection() -> None:
+    async with asyncio.timeout(LIMIT_S), served(app := Held(), http_arrival_s=0.2) as server:
         patient = await server.send(WHOLE)
         await app.asked.acquire()
         silent, half_head, half_body, half_chunk = [await server.send(content) for content in (
@@ -94,9 +93,8 @@ async def test_who_does_not_send_on_does_not_keep_a_connection(monkeypatch: pyte
         assert (await patient.readuntil(b"ok")).startswith(OK)
 
 
-async def test_the_second_request_of_a_connection_must_come_whole_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "ARRIVAL_S", 0.2)
-    async with asyncio.timeout(LIMIT_S), served(app := Held()) as server:
+async def test_the_second_request_of_a_connection_must_come_whole_too() -> None:
+    async with asyncio.timeout(LIMIT_S), served(app := Held(), http_arrival_s=0.2) as server:
         app.let.set()
         reader = await server.send(WHOLE)
         await reader.readuntil(b"ok")

@@ -12,10 +12,12 @@ class GatewayConfig:
 
     target: gRPC addresses of the front ends, separated by commas. http_port: None is 8000, 0 lets the system choose; reuse_port: the
     port may be bound elsewhere as well. publish: a file that gets the address once it is listened on. max_message_bytes: largest
-    request body. drain_announce_s, drain_timeout_s: after a signal, seconds of NOT_SERVING in which calls are still taken, and then
-    seconds for those that are open. tls_cert, tls_key: PEM files; HTTPS is spoken with them. target_tls: front ends are spoken to over
-    TLS; target_ca, target_cert, target_key: PEM files of the authority that they are trusted by and of the certificate that they are
-    shown, which mean it too; target_name: the name to expect in their certificates.
+    request body. http_arrival_s: seconds for the head of a request to come, and for each further part of its body.
+    slow_consumer_timeout_s: seconds without its client taking anything after which a connection with unread output is ended.
+    drain_announce_s, drain_timeout_s: after a signal, seconds of NOT_SERVING in which calls are still taken, and then seconds for those
+    that are open. tls_cert, tls_key: PEM files; HTTPS is spoken with them. target_tls: front ends are spoken to over TLS; target_ca,
+    target_cert, target_key: PEM files of the authority that they are trusted by and of the certificate that they are shown, which mean
+    it too; target_name: the name to expect in their certificates.
     """
 
     target: str
@@ -32,6 +34,8 @@ class GatewayConfig:
     target_key: str | None = None
     target_name: str | None = None
     max_message_bytes: int = 8 << 20
+    http_arrival_s: float = 30.0
+    slow_consumer_timeout_s: float = 60.0
     drain_announce_s: float = 5.0
     drain_timeout_s: float = 30.0
     log_format: str = "auto"
@@ -61,7 +65,9 @@ def check(config: GatewayConfig) -> str | None:
         return f"http_port must be 0 to 65535, not {config.http_port}"
     if not 4096 <= config.max_message_bytes <= 1 << 30:
         return f"max_message_bytes must be 4096 to {1 << 30}, not {config.max_message_bytes}"
-    for name in ("drain_announce_s", "drain_timeout_s"):
+    if not 0 < config.http_arrival_s <= 86_400:
+        return f"http_arrival_s must be more than 0 and at most 86400, not {config.http_arrival_s:g}"
+    for name in ("drain_announce_s", "drain_timeout_s", "slow_consumer_timeout_s"):
         if not 0 <= getattr(config, name) <= 86_400:
             return f"{name} must be 0 to 86400, not {getattr(config, name):g}"
     if (config.tls_cert is None) != (config.tls_key is None):

@@ -36,14 +36,14 @@ log = structlog.get_logger("pagecast.gateway")
 
 MAX_CONNECTIONS = 4096
 """Open connections; more are answered 503."""
-ARRIVAL_S = 30.0
-"""Within so many seconds the head of a request is there, from when its connection is open or its first byte there, and each next
-part of its body. Who only opens connections, or sends the half of something, does not keep them."""
+SLOWEST_UPLOAD = 64 << 10
+"""Bytes a second at which the body of a request must come. Who sends a byte now and then does not keep a connection."""
 
 
 class BodyLimit:
     """ASGI middleware: takes a body whole before anything else sees it. Answers 413 as soon as it passes max_bytes, and 408 when
-    nothing more of it comes for silence_s."""
+    nothing more of it comes for silence_s, or when it is not whole after silence_s and what its size takes at SLOWEST_UPLOAD; a body
+    whose head does not tell its size has the time of the largest."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, silence_s: float) -> None:
         self._app = app
@@ -54,17 +54,22 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        size = int(declared) if declared.isdigit() else self._max_bytes
+        if size > self._max_bytes:
             await self._too_large(send)
             return
         taken, more = bytearray(), True
+        now = asyncio.get_running_loop().time
+        begun, limit_s = now(), self._silence_s + size / SLOWEST_UPLOAD
         while more:
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout_at(min(now() + self._silence_s, begun + limit_s)):
                     message = await receive()
             except TimeoutError:
-                await _refuse(send, 408, f"the body did not come whole: nothing more of it for {self._silence_s:g} s")
+                is_slow = now() >= begun + limit_s
+                why = f"{len(taken)} bytes of it in {limit_s:.1f} s" if is_slow else f"nothing more of it for {self._silence_s:g} s"
+                await _refuse(send, 408, f"the body did not come whole: {why}")
                 return
             if message["type"] == "http.disconnect":
                 return
@@ -130,11 +135,12 @@ async def _refuse(send: Send, status: int, said: str) -> None:
 
 
 def listen(config: GatewayConfig) -> socket.socket:
-    """A bound socket. Raises OSError."""
+    """A bound socket, whose connections end when their clients take nothing of what is sent for too long. Raises OSError."""
     host = config.host.strip("[]")
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(config.reuse_port))
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(config.slow_consumer_timeout_s * 1000)))
     made.bind((host, config.port))
     return made
 
@@ -186,9 +192,10 @@ class Server(uvicorn.Server):
 def settings_of(config: GatewayConfig, app: ASGIApp, is_ending: Callable[[], bool]) -> uvicorn.Config:
     """How uvicorn serves the application. is_ending: answers are their connections' last from then on."""
     return uvicorn.Config(
-        LastAnswers(BodyLimit(app, config.max_message_bytes, ARRIVAL_S), is_ending), http=partial(Connection, ARRIVAL_S),
+        LastAnswers(BodyLimit(app, config.max_message_bytes, config.http_arrival_s), is_ending),
+        http=partial(Connection, config.http_arrival_s),
         log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # seconds of asyncio's
-        limit_concurrency=MAX_CONNECTIONS, server_header=False,
+        limit_concurrency=MAX_CONNECTIONS, server_header=False, ws="none",
     )  # fmt: skip
 
 
