@@ -80,16 +80,15 @@ def watch(config: FrontendConfig) -> Reloading[Certificates] | None:
 
 def server_credentials(certificates: Reloading[Certificates]) -> grpc.ServerCredentials:
     """Credentials that ask for the current set at every handshake. With a client CA, a client without a certificate of it is refused."""
-    first = certificates.value
-    last = certificates.version
+    first = last = certificates.value
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC on a thread of its own; None keeps what it has."""
         nonlocal last
         current = certificates.value
-        if certificates.version == last:
+        if current is last:
             return None
-        last = certificates.version
+        last = current
         return current.configuration()
 
     return grpc.dynamic_ssl_server_credentials(first.configuration(), fetch, require_client_authentication=first.client_ca is not None)

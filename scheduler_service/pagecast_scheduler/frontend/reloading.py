@@ -26,7 +26,6 @@ class Reloading(Generic[T]):
         self._name, self._paths, self._read = name, tuple(paths), read
         self._lock = threading.Lock()
         self.num_failures = 0
-        self.version = 0
         self._fault: tuple[_Signature, str] | None = None
         self._seen = self._signature()
         self._value = read()
@@ -58,7 +57,6 @@ class Reloading(Generic[T]):
             self._seen = ()  # what was in the way may go without another change of the files: look again next time
             return
         self._value, self._fault = value, None
-        self.version += 1
         log.info(f"{self._name} reloaded")
 
     def _note_fault(self, seen: _Signature, detail: str) -> None:

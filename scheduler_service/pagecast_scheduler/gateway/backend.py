@@ -6,6 +6,7 @@ A call goes to one front end; a front end that is not there is passed over for t
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,9 +14,10 @@ import grpc.aio
 
 from pagecast.access import Tls
 from pagecast.channel import channel_options, health_request, health_status, target_of
-from pagecast.errors import RpcError, Unavailable, from_rpc
+from pagecast.errors import RpcError, Unavailable, WrongAccess, from_rpc
 from pagecast.stubs import Stubs
 from pagecast.v1 import generation_pb2, model_pb2, runtime_pb2, tokenizer_pb2
+from pagecast_scheduler.frontend.reloading import Reloading
 
 HEALTH_TIMEOUT_S = 2.0
 CONNECTIONS = 4
@@ -27,13 +29,22 @@ Metadata = tuple[tuple[str, str], ...]
 class _Endpoint:
     """One channel and its stubs."""
 
-    def __init__(self, target: str, tls: Tls | None) -> None:
-        address, own = target_of(target), ("grpc.use_local_subchannel_pool", 1)
-        if tls is None:
-            self.channel = grpc.aio.insecure_channel(address, channel_options([own]))
+    def __init__(self, target: str, options: Sequence[tuple[str, str]], credentials: grpc.ChannelCredentials | None) -> None:
+        address, given = target_of(target), channel_options([("grpc.use_local_subchannel_pool", 1), *options])
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(address, given)
         else:
-            self.channel = grpc.aio.secure_channel(address, tls.credentials(), channel_options([own, *tls.options()]))
+            self.channel = grpc.aio.secure_channel(address, credentials, given)
         self.stubs = Stubs(self.channel)
+
+
+def _followed(tls: Tls) -> Reloading[grpc.ChannelCredentials]:
+    """What front ends are trusted by and shown, made again when its files change. Raises WrongAccess."""
+    paths = [Path(path) for path in (tls.ca, tls.cert, tls.key) if path is not None]
+    try:
+        return Reloading("certificates for front ends", paths, tls.credentials)
+    except OSError as error:
+        raise WrongAccess(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 class Backend:
@@ -41,14 +52,24 @@ class Backend:
 
     def __init__(self, targets: Sequence[str], tls: Tls | None = None) -> None:
         """Raises WrongAccess for a target that is none, and for files that are of no use to TLS."""
-        self._endpoints = [_Endpoint(target, tls) for _ in range(CONNECTIONS) for target in targets]
+        self._targets, self._tls = targets, tls
+        self._current = None if tls is None else _followed(tls)
         self._turn = itertools.count()
+        self._connect()
 
     async def close(self) -> None:
         """Ends every call and channel."""
         await asyncio.gather(*(endpoint.channel.close() for endpoint in self._endpoints))
 
+    def _connect(self) -> None:
+        """New channels. Those before, if there are any, end with their last calls, when nothing refers to them any more."""
+        options = [] if self._tls is None else self._tls.options()
+        self._credentials = None if self._current is None else self._current.value
+        self._endpoints = [_Endpoint(target, options, self._credentials) for _ in range(CONNECTIONS) for target in self._targets]
+
     def _in_turn(self) -> list[_Endpoint]:
+        if self._current is not None and self._current.value is not self._credentials:
+            self._connect()
         start = next(self._turn) % len(self._endpoints)
         return self._endpoints[start:] + self._endpoints[:start]
 
