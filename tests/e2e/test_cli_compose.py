@@ -120,8 +120,10 @@ def test_a_worker_on_a_gpu_has_a_c_compiler_and_a_place_for_its_kernels() -> Non
     over = yaml.safe_load((ROOT / "deploy/docker-compose.gpu.yml").read_text())
     stage = (ROOT / "deploy/Dockerfile").read_text().split(" AS worker\n")[1].split("\nFROM ")[0]
     (place,) = re.findall(r"^ENV TRITON_CACHE_DIR=(\S+)$", stage, re.M)
-    assert re.search(r"apt-get install .*\bgcc libc6-dev\b", stage) and re.search(rf"install -d -m 0700 -o 10001 -g 10001 {place}$", stage, re.M)
-    assert over["volumes"] == {"kernels": None} and {tuple(each["volumes"]) for each in over["services"].values()} == {(f"kernels:{place}",)}
+    assert re.search(r"apt-get install .*\bgcc libc6-dev\b", stage)
+    assert re.search(rf"install -d -m 0700 -o 10001 -g 10001 {place}$", stage, re.M)
+    assert over["volumes"] == {"kernels": None}
+    assert {tuple(each["volumes"]) for each in over["services"].values()} == {(f"kernels:{place}",)}
 
 
 class Containers:
