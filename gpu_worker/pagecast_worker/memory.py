@@ -10,11 +10,8 @@ from torch import Tensor
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.executor import LoadError
 from pagecast_worker.graphs import sizes_of_sharing
-from pagecast_worker.inputs import sample_inputs
-from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.outset import MIN_BLOCKS, granted_blocks
-from pagecast_worker.sampler import draw_again, logprob_columns, sample_rows
-from pagecast_worker.step_outputs import Decoded
+from pagecast_worker.steps import prefill_step
 
 if TYPE_CHECKING:
     from pagecast_worker.models.decoder import Decoder
@@ -92,44 +89,3 @@ def peak_step(executor: "TorchExecutor") -> None:
     if executor.device.type == "cpu":
         tokens, rows = min(tokens, 64), 1  # nothing is measured here, only warmed up
     prefill_step(executor, tokens, min(tokens, executor.max_model_len), rows, whole=True)
-
-
-def prefill_step(executor: "TorchExecutor", tokens: int, length: int, rows: int, *, whole: bool = False) -> None:
-    """Prefill `tokens` in chunks of `length` and sample for `rows` rows, all of them the padding row. Writes no KV.
-
-    whole: all hidden states are computed, as where a prompt's log-probabilities are wanted.
-    """
-    device, state = executor.device, executor.state
-    starts = torch.arange(0, tokens + length, length, device=device, dtype=torch.int32).clamp_(max=tokens)
-    lengths = starts[1:] - starts[:-1]
-    step = StepInputs(
-        token_ids=torch.zeros(tokens, dtype=torch.int32, device=device),
-        positions=torch.arange(tokens, dtype=torch.int32, device=device) % length,
-        slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
-        block_table=state.table,
-        num_decodes=0,
-        decode_rows=lengths[:0],
-        decode_seq_lens=lengths[:0],
-        num_prefills=len(lengths),
-        prefill_rows=torch.full_like(lengths, state.padding),
-        prefill_seq_lens=lengths,
-        query_start_loc=starts,
-        max_query_len=length,
-        wanted=None if whole else torch.zeros(rows, dtype=torch.int64, device=device),
-    )
-    hidden = executor.model.forward(executor.ops, step, executor.cache.layers)
-    sampled = hidden[:1].expand(rows, -1).contiguous() if whole else hidden
-    logits = executor.model.logits(executor.ops, sampled, executor.logits[:rows])
-    padding = torch.full((rows,), state.padding, dtype=torch.int32, device=device)
-    inputs = sample_inputs(executor.ops, state, padding, executor.config.block_size)
-    follow_no_rules(executor, Decoded(sample_rows(executor.ops, state, logits, inputs), logits, inputs))
-
-
-def follow_no_rules(executor: "TorchExecutor", decoded: Decoded) -> None:
-    """Draw again for every row of a step, by rules that ask for nothing, and tell its log-probabilities."""
-    device, rules = executor.device, executor.rules
-    rows = decoded.out.shape[1]
-    places = torch.arange(-(-rows // 4) * 4, dtype=torch.int32, device=device).clamp_(max=rows - 1)
-    none = torch.zeros(rows, dtype=torch.int32, device=device)
-    draw_again(executor.ops, executor.state, rules, decoded, places, none, rules.no_mask, none - 1)
-    logprob_columns(executor.ops, decoded.logits, decoded.out[0].clone(), 1)

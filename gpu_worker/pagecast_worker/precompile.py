@@ -191,14 +191,14 @@ def launch_all(request: dict[str, Any]) -> None:
     from pagecast_worker.batch_state import BatchState
     from pagecast_worker.graphs import buckets, sizes_of_sharing, warm_sizes
     from pagecast_worker.kv_cache import KVCache
-    from pagecast_worker.memory import logits_of_a_step, prefill_step
+    from pagecast_worker.memory import logits_of_a_step
     from pagecast_worker.mixed_graphs import sizes_for, view_step
     from pagecast_worker.models.decoder import Decoder
     from pagecast_worker.models.registry import architecture
     from pagecast_worker.parallel import Mute, Ranks
     from pagecast_worker.sharing import sharing_for
+    from pagecast_worker.steps import decode_step, padded_step, prefill_step, try_sizes
     from pagecast_worker.token_rules import TokenRules
-    from pagecast_worker.torch_executor import TorchExecutor
 
     device, dtype = torch.device("meta"), getattr(torch, request["dtype"])
     shape = msgspec.convert(request["shape"], ModelConfig)
@@ -216,18 +216,13 @@ def launch_all(request: dict[str, Any]) -> None:
     worker: Any = SimpleNamespace(
         config=config, device=device, state=state, model=model, cache=cache, ops=ops, rules=rules, logits=logits
     )
-    blocks = torch.zeros(1, dtype=torch.int32, device=device)
-    cache.copy(worker.ops, blocks, blocks)
-    prefill_step(worker, 2, 2, 1)
-    for size in warm_sizes(config.max_num_seqs):
-        prefill_step(worker, size, 1, size)
-        TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device))
+    try_sizes(worker, warm_sizes(config.max_num_seqs))
     if not config.batch_invariant and (sharing := sharing_for(model, dtype)) is not None:
         for size in sizes_of_sharing(buckets(config.max_num_seqs, 0)):
             shared = sharing.view(size, torch.zeros(sharing.words(size), dtype=torch.int32, device=device))
-            TorchExecutor._decode(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)
+            decode_step(worker, torch.zeros(size, dtype=torch.int32, device=device), shared)
     for mixed in sizes_for(config.max_num_seqs, request["max_num_batched_tokens"], model.parameters_of_a_token(), measured=True):
-        TorchExecutor._padded(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
+        padded_step(worker, view_step(mixed, torch.zeros(mixed.words(), dtype=torch.int32, device=device)))
     if shape.experts is not None or model.folded:  # whose launches go by how many tokens there are, in graphs or not
         for power in range(request["max_num_batched_tokens"].bit_length()):
             prefill_step(worker, 1 << power, 1 << power, 1, whole=True)

@@ -17,6 +17,9 @@ from pagecast_worker.token_rules import Masks, StepRules, TokenRules
 if TYPE_CHECKING:
     from pagecast_worker.torch_executor import TorchExecutor
 
+MAX_PROMPT_LOGITS = 64
+"""Prompt positions that go through the head at a time for their log-probabilities."""
+
 
 def draw(executor: "TorchExecutor", hidden: Tensor, rows: SampleInputs) -> Decoded:
     """The plain draw of a step, for hidden[B, H]: what graphs capture, and what is compiled ahead. Its logits are the executor's buffer."""
@@ -104,3 +107,15 @@ def logprob_columns(ops: Any, logits: Tensor, tokens: Tensor, num: int) -> Tenso
     their values' bits."""
     chosen, ids, best = ops.top_logprobs(logits, tokens, num)
     return torch.cat((chosen.unsqueeze(1).view(torch.int32), ids, best.view(torch.int32)), 1)
+
+
+def prompt_logprobs(executor: "TorchExecutor", hidden: Tensor, tokens: Tensor, num: int) -> Tensor:
+    """int32[K, 1 + 2·num], see logprob_columns, of a prompt's tokens int32[K], which hidden[K, H] foretells.
+
+    As many logits at a time as a step may sample for, so that memory stays within what was measured.
+    """
+    pieces, size = [], min(len(executor.logits), MAX_PROMPT_LOGITS)
+    for part, wanted in zip(hidden.split(size), tokens.split(size), strict=True):
+        logits = executor.model.logits(executor.ops, part, executor.logits[: len(part)])
+        pieces.append(logprob_columns(executor.ops, logits, wanted, num))
+    return torch.cat(pieces)

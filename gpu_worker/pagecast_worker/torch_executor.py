@@ -7,6 +7,7 @@ staging, graphs).
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import structlog
@@ -27,11 +28,11 @@ from pagecast_worker.constraints import ConstraintBook, Follower
 from pagecast_worker.executor import LoadError, OutOfMemory, PlanError, Prepared, ReportProgress
 from pagecast_worker.graphs import DecodeGraphs, buckets, warm_sizes
 from pagecast_worker.group import Group, Meeting
-from pagecast_worker.inputs import decode_inputs, pack_mixed, padded_inputs, sample_inputs, unpack_mixed
+from pagecast_worker.inputs import pack_mixed, sample_inputs, unpack_mixed
 from pagecast_worker.kv_cache import KVCache
 from pagecast_worker.loading.load import check_split, load_model, open_checkpoint, open_vocabulary
-from pagecast_worker.memory import graph_reserve, logits_of_a_step, num_blocks_for, peak_step, prefill_step
-from pagecast_worker.mixed_graphs import MixedGraphs, PaddedStep, Size, sizes_for, worth_filling
+from pagecast_worker.memory import graph_reserve, logits_of_a_step, num_blocks_for, peak_step
+from pagecast_worker.mixed_graphs import MixedGraphs, Size, sizes_for, worth_filling
 from pagecast_worker.models.config import ModelConfig
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.outset import max_model_len
@@ -39,17 +40,15 @@ from pagecast_worker.parallel import Ranks
 from pagecast_worker.precompile import start_precompilation
 from pagecast_worker.results import Arrays, Kept, PromptPart, SubStep, build_result
 from pagecast_worker.row_book import Int, RowBook, Schedule
-from pagecast_worker.sampler import draw, follow_rules, logprob_columns, sample_rows
-from pagecast_worker.sharing import SharedOnDevice, sharing_for
+from pagecast_worker.sampler import draw, follow_rules, prompt_logprobs, sample_rows
+from pagecast_worker.sharing import sharing_for
 from pagecast_worker.split_sampler import Filters
 from pagecast_worker.staging import Download, Packet
 from pagecast_worker.step_outputs import Decoded
+from pagecast_worker.steps import decode_step, padded_step, try_sizes
 from pagecast_worker.token_rules import Masks, StepRules, TokenRules
 
 _log = structlog.get_logger(__name__)
-
-MAX_PROMPT_LOGITS = 64
-"""Prompt positions that go through the head at a time for their log-probabilities."""
 
 
 @dataclass(slots=True)
@@ -170,17 +169,11 @@ class TorchExecutor:
 
     def _warm_up(self) -> None:
         """Run a decode step of every size that serving may use, and then as graphs where there are graphs."""
-        rank, padding = self.config.rank, self.state.padding
         self._enter("steps")
-        null = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.cache.copy(self.ops, null, null)
-        prefill_step(self, 2, 2, 1)
-        for size in warm_sizes(self.config.max_num_seqs) if self.backend.is_cuda else [1]:
-            prefill_step(self, size, 1, size)
-            self._decode(torch.full((size,), padding, dtype=torch.int32, device=self.device))
+        try_sizes(self, warm_sizes(self.config.max_num_seqs) if self.backend.is_cuda else [1])
 
         def progress(done: int, total: int) -> None:
-            self._report(LoadProgress(rank=rank, phase="warm-up", done=done, total=total))
+            self._report(LoadProgress(rank=self.config.rank, phase="warm-up", done=done, total=total))
 
         self._enter("warm-up")
         if self.backend.use_graphs:
@@ -193,9 +186,10 @@ class TorchExecutor:
         config, padding = self.config, self.state.padding
         pool = torch.cuda.graph_pool_handle()
         decode, sizes = self.graph_sizes()
-        mixed = MixedGraphs(self._padded, sizes, padding, self.device)
+        mixed = MixedGraphs(partial(padded_step, self), sizes, padding, self.device)
         sharing = None if config.batch_invariant else sharing_for(self.model, self.dtype)
-        graphs, total = DecodeGraphs(self._decode, decode, padding, self.device, sharing), len(decode) + len(sizes)
+        graphs = DecodeGraphs(partial(decode_step, self), decode, padding, self.device, sharing)
+        total = len(decode) + len(sizes)
         free, whole = torch.cuda.mem_get_info(self.device)
         try:
             graphs.capture(pool, lambda done, _: progress(done, total))
@@ -302,7 +296,7 @@ class TorchExecutor:
         if clears:
             self.cache.clear(parts.pop(0))
         kept = Kept()
-        decoded = self._first(schedule, parts, sent, kept)
+        decoded = self._first(schedule, book, parts, sent, kept)
         wanted = self.rules.of_step(schedule.sample_rows, schedule.early[0]) if decoded is not None else None
         followers = [] if wanted is None else [self.constraints.rows[row] for row in wanted.rows[wanted.constrained].tolist()]
         if followers and plan.num_steps > 1:
@@ -356,10 +350,10 @@ class TorchExecutor:
         packet.add(padded)
         return True
 
-    def _first(self, schedule: Schedule, parts: list[Tensor], sent: bool, kept: Kept) -> Decoded | None:
+    def _first(self, schedule: Schedule, book: RowBook, parts: list[Tensor], sent: bool, kept: Kept) -> Decoded | None:
         """The plan's first step; None if nobody samples in it."""
         if not schedule.decode_only:
-            return self._mixed(schedule, parts, kept)
+            return self._mixed(schedule, book, parts, kept)
         if len(schedule.decode_rows):
             return self._decode_rows(parts[0] if sent else None)
         return None
@@ -395,18 +389,7 @@ class TorchExecutor:
         if self._graphs is not None:
             return self._graphs.replay(sent)
         assert sent is not None
-        return self._decode(sent)
-
-    def _decode(self, rows: Tensor, shared: SharedOnDevice | None = None) -> Decoded:
-        """One decode step of rows int32[B]; what graphs capture. shared: prefixes to read once."""
-        step, sampling = decode_inputs(self.ops, self.state, rows, self.config.block_size)
-        step.shared = shared
-        return draw(self, self.model.forward(self.ops, step, self.cache.layers), sampling)
-
-    def _padded(self, padded: PaddedStep) -> Decoded:
-        """One padded step with prefill chunks; what graphs capture."""
-        step, sampling = padded_inputs(self.ops, self.state, padded, self.config.block_size)
-        return draw(self, self.model.forward(self.ops, step, self.cache.layers), sampling)
+        return decode_step(self, sent)
 
     def _mixed_size(self, schedule: Schedule) -> Size | None:
         """The graph for a step with chunks. None: without one, as where a prompt's log-probabilities are wanted."""
@@ -417,7 +400,7 @@ class TorchExecutor:
     def _prompt_parts(self, schedule: Schedule) -> list[PromptPart]:
         return self.rules.prompt_parts(schedule.chunk_rows, schedule.chunk_starts, schedule.chunk_lengths)
 
-    def _mixed(self, schedule: Schedule, parts: list[Tensor], kept: Kept) -> Decoded | None:
+    def _mixed(self, schedule: Schedule, book: RowBook, parts: list[Tensor], kept: Kept) -> Decoded | None:
         """A step with prefill chunks, decoding rows in front. Only rows that sample go through the head."""
         size = self._mixed_size(schedule)
         if size is not None and self._mixed_graphs is not None:
@@ -427,24 +410,11 @@ class TorchExecutor:
         step, sample_index, rows = unpack_mixed(schedule, self.state, parts, whole=bool(kept.prompts))
         hidden = self.model.forward(self.ops, step, self.cache.layers)
         for part in kept.prompts:
-            self.backend.staging.keep(self._prompt_logprobs(part, hidden, len(schedule.decode_rows) + part.first))
+            first = len(schedule.decode_rows) + part.first
+            known = book.known[part.row, part.start : part.start + part.count]
+            tokens = self.backend.staging.upload(known.astype(np.int32))
+            self.backend.staging.keep(prompt_logprobs(self, hidden[first : first + part.count], tokens, part.num))
         if not len(schedule.sample_rows):
             return None
         sampling = sample_inputs(self.ops, self.state, rows, self.config.block_size)
         return draw(self, hidden.index_select(0, sample_index) if step.wanted is None else hidden, sampling)
-
-    def _prompt_logprobs(self, part: PromptPart, hidden: Tensor, first: int) -> Tensor:
-        """int32[count, 1 + 2 num], see logprob_columns, from hidden[first], which foretells the part's first token, and those after it.
-
-        As many logits at a time as a step may sample for, so that memory stays within what was measured.
-        """
-        assert self._book is not None
-        known = self._book.known[part.row, part.start : part.start + part.count]
-        tokens = self.backend.staging.upload(known.astype(np.int32))
-        pieces: list[Tensor] = []
-        for begin in range(0, part.count, slice_size := min(self.config.max_num_seqs, MAX_PROMPT_LOGITS)):
-            piece = slice(begin, min(begin + slice_size, part.count))
-            out = self.logits[: piece.stop - piece.start]
-            logits = self.model.logits(self.ops, hidden[first + piece.start : first + piece.stop], out)
-            pieces.append(logprob_columns(self.ops, logits, tokens[piece], part.num))
-        return torch.cat(pieces)

@@ -7,6 +7,7 @@ process of its own, where kernels are not interpreted. Prints a JSON object: not
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,10 @@ from pagecast_worker.backend import cuda_operators, fold_norms
 from pagecast_worker.config import WorkerConfig
 from pagecast_worker.graphs import buckets, warm_sizes
 from pagecast_worker.loading.random import RandomWeights
-from pagecast_worker.memory import prefill_step
 from pagecast_worker.mixed_graphs import sizes_for
 from pagecast_worker.precompile import launch_all, note_launches
 from pagecast_worker.sharing import sharing_for
+from pagecast_worker.steps import decode_step, padded_step, prefill_step, try_sizes
 from pagecast_worker.torch_executor import TorchExecutor
 
 ROWS, BUDGET, LENGTH, BLOCKS = 256, 4096, 2048, 3000
@@ -79,21 +80,17 @@ def worker_of(folder: Path) -> TorchExecutor:
 @torch.inference_mode()
 def start(worker: TorchExecutor) -> tuple[ReplayedHere, MixedHere]:
     """What loading launches on a GPU; gives the graphs."""
-    padding, null = worker.state.padding, torch.zeros(1, dtype=torch.int32)
-    worker.cache.copy(worker.ops, null, null)
+    padding = worker.state.padding
     prefill_step(worker, BUDGET, LENGTH, ROWS, whole=True)
     prefill_step(worker, 960, 960, 1, whole=True)
-    prefill_step(worker, 2, 2, 1)
-    for size in warm_sizes(ROWS):
-        prefill_step(worker, size, 1, size)
-        worker._decode(torch.full((size,), padding, dtype=torch.int32))
+    try_sizes(worker, warm_sizes(ROWS))
     sizes = buckets(ROWS, 10**10)
-    decode = ReplayedHere(worker._decode, sizes, padding, torch.device("cpu"), sharing_for(worker.model, worker.dtype))
+    decode = ReplayedHere(partial(decode_step, worker), sizes, padding, torch.device("cpu"), sharing_for(worker.model, worker.dtype))
     for size in decode.sizes:
         decode._run(size, False)
     for size in decode.shared_sizes:
         decode._run(size, True)
-    mixed = MixedHere(worker._padded, sizes_for(ROWS, BUDGET, 1, measured=True), padding)
+    mixed = MixedHere(partial(padded_step, worker), sizes_for(ROWS, BUDGET, 1, measured=True), padding)
     for size in mixed.wanted:
         mixed._run(size)
     return decode, mixed

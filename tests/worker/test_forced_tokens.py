@@ -1,7 +1,7 @@
 """Forced tokens through scheduler core and torch executor: jumped over or drawn one by one, they are the same."""
 
 import json
-from functools import cache
+from functools import cache, partial
 from random import Random
 
 import numpy as np
@@ -23,6 +23,7 @@ from pagecast_wire.plan import Admission
 from pagecast_wire.sampling import Constraint, ConstraintFault, ConstraintKind, FinishReason, SamplingParams, StopRules
 from pagecast_worker.constraints import MOST_AHEAD, ConstraintBook
 from pagecast_worker.mixed_graphs import Size
+from pagecast_worker.steps import decode_step, padded_step
 from pagecast_worker.vocabulary import load_vocabulary
 
 VOCAB, END, PROMPT = 49152, 2, [100, 200, 300]
@@ -186,9 +187,9 @@ def test_masks_that_wait_for_the_tokens_before_them(executor, monkeypatch):
 
 def test_steps_of_graphs(executor, monkeypatch):
     padding, device = executor.state.padding, torch.device("cpu")
-    mixed = MixedHere(executor._padded, [Size(24, 8, 4, 8), Size(64, 8, 8, 8)], padding)
+    mixed = MixedHere(partial(padded_step, executor), [Size(24, 8, 4, 8), Size(64, 8, 8, 8)], padding)
     monkeypatch.setattr(executor, "_mixed_graphs", mixed)
-    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, [1, 2, 4, 8], padding, device))
+    monkeypatch.setattr(executor, "_graphs", ReplayedHere(partial(decode_step, executor), [1, 2, 4, 8], padding, device))
     run = Run(executor, requests())
     same(run, drawn(executor))
     assert run.num_forced > 80 and len(set(mixed.used)) == 2

@@ -1,6 +1,7 @@
 """Rows that begin with the same blocks: who is found to share, and that reading their prefix once gives the same tokens."""
 
 import os
+from functools import partial
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,6 +19,7 @@ from pagecast_worker.config import WorkerConfig
 from pagecast_worker.graphs import DecodeGraphs
 from pagecast_worker.row_book import RowBook
 from pagecast_worker.sharing import PrefixSharing
+from pagecast_worker.steps import decode_step
 from pagecast_worker.torch_executor import TorchExecutor
 
 BLOCKS = 120
@@ -129,7 +131,7 @@ def test_a_prefix_read_once_gives_the_same_tokens(executor, monkeypatch):
     monkeypatch.setattr(graphs, "SMALLEST_BATCH", 4)
     monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
     finder = sharing.sharing_for(executor.model, torch.float32)
-    made = Here(executor._decode, [1, 2, 4, 8], executor.state.padding, torch.device("cpu"), finder)
+    made = Here(partial(decode_step, executor), [1, 2, 4, 8], executor.state.padding, torch.device("cpu"), finder)
     monkeypatch.setattr(executor, "_graphs", made)
     assert outputs(executor, 4) == expected
     assert made.shared == 4

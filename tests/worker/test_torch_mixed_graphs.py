@@ -1,6 +1,7 @@
 """Padded steps with prefill chunks compute what unpadded ones do: random plans, with graphs replaced by computing them here."""
 
 import os
+from functools import partial
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -18,6 +19,7 @@ from pagecast_worker.mixed_graphs import MixedGraphs, Size, empty_step, sizes_fo
 from pagecast_worker.models.decoder import Decoder
 from pagecast_worker.models.registry import architecture
 from pagecast_worker.parallel import Mute, Ranks
+from pagecast_worker.steps import decode_step, padded_step
 
 NUM_BLOCKS = 60
 SIZES = [Size(8, 2, 3, 5), Size(16, 8, 3, 8), Size(24, 8, 3, 8), Size(56, 8, 3, 8)]
@@ -53,16 +55,17 @@ def random_outputs(executor, seed: int, count: int = 10, longest: int = 60) -> l
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_padded_steps_give_the_same_tokens(executor, monkeypatch, seed):
     expected = random_outputs(executor, seed)
-    mixed = MixedHere(executor._padded, SIZES, executor.state.padding)
+    mixed = MixedHere(partial(padded_step, executor), SIZES, executor.state.padding)
     monkeypatch.setattr(executor, "_mixed_graphs", mixed)
-    monkeypatch.setattr(executor, "_graphs", ReplayedHere(executor._decode, [1, 2, 4, 8], executor.state.padding, torch.device("cpu")))
+    graphs = ReplayedHere(partial(decode_step, executor), [1, 2, 4, 8], executor.state.padding, torch.device("cpu"))
+    monkeypatch.setattr(executor, "_graphs", graphs)
     assert random_outputs(executor, seed) == expected
     assert len(set(mixed.used)) > 1
 
 
 def test_padded_steps_of_the_triton_operators(executor, monkeypatch):
     expected = random_outputs(executor, 4, count=3, longest=20)
-    mixed = MixedHere(executor._padded, SIZES, executor.state.padding)
+    mixed = MixedHere(partial(padded_step, executor), SIZES, executor.state.padding)
     monkeypatch.setattr(executor, "_mixed_graphs", mixed)
     monkeypatch.setattr(executor, "ops", cuda_operators(executor.config, executor.model, torch.device("cpu")))
     assert random_outputs(executor, 4, count=3, longest=20) == expected
@@ -74,7 +77,7 @@ def test_a_step_of_nothing_but_padding_changes_no_row(executor):
     size = SIZES[0]
     buffer = torch.from_numpy(empty_step(size, executor.state.padding))
     with torch.inference_mode():
-        executor._padded(view_step(size, buffer))
+        padded_step(executor, view_step(size, buffer))
     after = [executor.state.scalars[:, :-1], *executor.cache.layers[0]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -82,15 +85,15 @@ def test_a_step_of_nothing_but_padding_changes_no_row(executor):
 def test_every_step_puts_its_logits_into_one_buffer(executor):
     padding = executor.state.padding
     with torch.inference_mode():
-        padded = executor._padded(view_step(SIZES[1], torch.from_numpy(empty_step(SIZES[1], padding))))
-        decoded = executor._decode(torch.full((3,), padding, dtype=torch.int32))
+        padded = padded_step(executor, view_step(SIZES[1], torch.from_numpy(empty_step(SIZES[1], padding))))
+        decoded = decode_step(executor, torch.full((3,), padding, dtype=torch.int32))
     assert [step.logits.data_ptr() for step in (padded, decoded)] == [executor.logits.data_ptr()] * 2
     assert [len(step.logits) for step in (padded, decoded)] == [8, 3]
 
 
 @pytest.mark.parametrize(("too_large", "ready"), [((), [3, 0, 1, 2]), ((3,), [0, 1, 2]), ((1,), [3, 0]), ((3, 1), [0])])
 def test_the_largest_is_captured_first_and_the_rest_without_it_where_it_does_not_fit(executor, monkeypatch, too_large, ready):
-    mixed = MixedGraphs(executor._padded, SIZES, executor.state.padding, torch.device("cpu"))
+    mixed = MixedGraphs(partial(padded_step, executor), SIZES, executor.state.padding, torch.device("cpu"))
     monkeypatch.setattr(mixed, "_try_capture", lambda size, pool: SIZES.index(size) not in too_large)
     done = []
     mixed.capture(None, bool, lambda count, total: done.append((count, total)))

@@ -1,5 +1,7 @@
 """The torch executor on a tiny model: padding, copies, early stops, wrong plans, and what one plan may ask for."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from pagecast_worker.executor import LoadError, PlanError
 from pagecast_worker.graphs import DecodeGraphs, buckets, sizes_of_sharing
 from pagecast_worker.memory import GRAPH_LAYER_BYTES, SEGMENT_BYTES, graph_reserve, num_blocks_for
 from pagecast_worker.results import join_steps
+from pagecast_worker.steps import decode_step
 
 NUM_BLOCKS = 60
 GREEDY = SamplingParams(temperature=0.0)
@@ -75,7 +78,7 @@ def test_buckets_are_as_fine_as_rows_are_dear():
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_padded_buckets_compute_the_same(executor, monkeypatch, sampling, num_steps):
     expected = run(executor, jobs_of(5, sampling=sampling))
-    graphs = ReplayedHere(executor._decode, [1, 2, 4, 8], executor.state.padding, torch.device("cpu"))
+    graphs = ReplayedHere(partial(decode_step, executor), [1, 2, 4, 8], executor.state.padding, torch.device("cpu"))
     monkeypatch.setattr(executor, "_graphs", graphs)
     with torch.inference_mode():
         assert run(executor, jobs_of(5, sampling=sampling), num_steps) == expected
