@@ -1,6 +1,7 @@
 """LLM and AsyncLLM: a model inside a program. They start a cluster of their own, of the same processes as `pagecast serve`, and stop it."""
 
 import asyncio
+import math
 import os
 import time
 import weakref
@@ -77,6 +78,12 @@ def front_ends() -> int:
     return 2 if len(os.sched_getaffinity(0)) >= 8 else 1
 
 
+def longest_first(sampling: Sequence[SamplingParams | None]) -> list[int]:
+    """Numbers of requests, those with the largest max_tokens first, then as they came."""
+    most = [one.max_tokens if one is not None and isinstance(one.max_tokens, int) else math.inf for one in sampling]
+    return sorted(range(len(most)), key=lambda number: -most[number])
+
+
 class _Embedded:
     """A private cluster and its end. Options are those of `pagecast serve`, with underscores."""
 
@@ -127,6 +134,8 @@ class LLM(_Embedded):
     ) -> list[RequestOutput]:
         """Results in the order of the prompts. Give one prompt or many, and one SamplingParams or one for each prompt.
 
+        Many are of class "batch" unless `priority` says otherwise: all that counts is when the last one ends, so those with the largest
+        max_tokens begin first, and prompts are computed no sooner than they must be.
         Raises the first RpcError met; the other requests are cancelled then. What is lost with a front end is asked for again.
         """
         many = listed(prompts)
@@ -134,9 +143,12 @@ class LLM(_Embedded):
         each = [sampling] * len(many) if sampling is None or isinstance(sampling, SamplingParams) else sampling
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
-        specs = (requests.generation_spec(prompt, one, options) for prompt, one in zip(many, each))
+        if len(many) > 1 and "priority" not in options:
+            options["priority"] = "batch"
+        order = longest_first(each) if options.get("priority") == "batch" else range(len(many))
+        specs = ((number, requests.generation_spec(many[number], each[number], options)) for number in order)
         found = self._run(specs, requests.timeout(options.get("timeout")))
-        return [RequestOutput.of(prompt, answer) for prompt, answer in zip(many, found)]
+        return [RequestOutput.of(prompt, found[number]) for number, prompt in enumerate(many)]
 
     def chat(
         self, conversations: requests.Chat | Sequence[requests.Chat], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -145,18 +157,18 @@ class LLM(_Embedded):
         """generate for one conversation or many, under the model's own chat template."""
         return self.generate(cast(Any, conversations), sampling, **options)
 
-    def _run(self, specs: Iterator[generation_pb2.GenerationSpec], timeout: float | None) -> list[types.Generation]:
+    def _run(self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None) -> dict[int, types.Generation]:
         """Keep a window of calls open, so that the batch is always full and the queue never long. Answers are read as they come, so that
-        little is left to do after the last one."""
+        little is left to do after the last one. By the numbers that come with the specs."""
         calls = _Calls(self._stubs, timeout)
         try:
-            for spec in specs:
+            for number, spec in specs:
                 if calls.num_open >= self._window:
                     calls.read_one()
-                calls.ask(spec)
+                calls.ask(number, spec)
             while calls.num_open:
                 calls.read_one()
-            return calls.read
+            return calls.answers
         finally:
             calls.cancel()
 
@@ -174,31 +186,23 @@ class LLM(_Embedded):
 
 
 class _Calls:
-    """The calls of one `generate`. read: answers in the order of asking."""
+    """The calls of one `generate`. answers: those read so far, by number."""
 
     def __init__(self, stubs: Sequence[Any], timeout: float | None) -> None:
         self._stubs, self._timeout = stubs, timeout
-        self._num_asked = 0
         self._asked: dict[int, tuple[generation_pb2.GenerateRequest, Asking]] = {}  # those without an answer
         self._open: dict[int, Any] = {}
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
         self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        self._answers: dict[int, types.Generation] = {}
+        self.answers: dict[int, types.Generation] = {}
 
     @property
     def num_open(self) -> int:
         """Calls without an answer."""
         return len(self._asked)
 
-    @property
-    def read(self) -> list[types.Generation]:
-        """Every answer, once none is open."""
-        return [self._answers[number] for number in range(self._num_asked)]
-
-    def ask(self, spec: generation_pb2.GenerationSpec) -> None:
+    def ask(self, number: int, spec: generation_pb2.GenerationSpec) -> None:
         """One more."""
-        number = self._num_asked
-        self._num_asked += 1
         self._asked[number] = generation_pb2.GenerateRequest(spec=spec), Asking.of(self._timeout)
         self._begin(number)
 
@@ -213,7 +217,7 @@ class _Calls:
         while True:
             number, call = self._next()
             try:
-                self._answers[number] = answers.generation(call.result())
+                self.answers[number] = answers.generation(call.result())
                 del self._asked[number], self._open[number]
                 return
             except grpc.RpcError as failed:

@@ -82,7 +82,7 @@ def test_report_is_red_while_a_bar_is_missed_or_unmeasured(tmp_path: Path, value
 
 def test_metric_names_carry_the_ratio_to_the_peer() -> None:
     given = {"tensor_parallel_size": 1, "random_weights": "llama8b", "peer": "vllm", "peer_only": False, "peer_defaults": False}
-    args = argparse.Namespace(**given, limit=None)
+    args = argparse.Namespace(**given, limit=None, longest_first=False)
     work = [([1] * 10, 20)]
     ours, peer = bench_throughput.figures([2.0, 1.0, 3.0], 20, work), bench_throughput.figures([4.0] * 3, 20, work)
     metrics = bench_throughput.metrics_of(args, {"chat": {"pagecast": ours, "vllm": peer}})

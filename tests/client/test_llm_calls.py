@@ -1,13 +1,14 @@
 """How LLM keeps its calls: no more than a window of them open, answers read as they come, and an error told at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 
 from pagecast import answers, errors, resuming
-from pagecast.llm import LLM
+from pagecast.llm import LLM, RequestOutput
+from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2
 
 
@@ -76,7 +77,8 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stub, int], list[object]]:
 
     def run(stub: Stub, count: int) -> list[object]:
         llm._stubs = [stub]
-        return list(llm._run((generation_pb2.GenerationSpec() for _ in range(count)), None))
+        found = llm._run(((number, generation_pb2.GenerationSpec()) for number in range(count)), None)
+        return [found[number] for number in range(count)]
 
     return run
 
@@ -133,3 +135,46 @@ def test_an_error_is_told_while_earlier_calls_go_on(run: Callable[[Stub, int], l
     with pytest.raises(errors.InvalidRequest, match="too long"):
         run(stub, 3)
     assert stub.calls[0].outcome is None and all(call.cancelled for call in stub.calls)
+
+
+class Asked(LLM):
+    """Answers every spec with its prompt, and keeps them in the order of asking."""
+
+    def __init__(self) -> None:
+        self.specs: list[generation_pb2.GenerationSpec] = []
+
+    def _run(self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None) -> dict[int, Any]:
+        taken = list(specs)
+        self.specs = [spec for _, spec in taken]
+        return {number: spec.prompt_text for number, spec in taken}
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    monkeypatch.setattr(RequestOutput, "of", lambda prompt, answer: (prompt, answer))
+    return Asked()
+
+
+PROMPTS = ["a", "b", "c", "d", "e"]
+LENGTHS = [SamplingParams(max_tokens=count) for count in (5, 9, 7, 9)]
+
+
+def test_many_are_a_batch_asked_longest_first(llm: Asked) -> None:
+    """Of one without a limit nothing is known but that it may be the longest. Results are in the order of the prompts."""
+    results: Any = llm.generate(PROMPTS, [*LENGTHS, SamplingParams(max_tokens=None)])
+    assert [spec.prompt_text for spec in llm.specs] == ["e", "b", "d", "c", "a"]
+    assert {spec.scheduling.priority for spec in llm.specs} == {generation_pb2.PRIORITY_BATCH}
+    assert results == [(prompt, prompt) for prompt in PROMPTS]
+
+
+def test_a_class_that_is_named_stays_and_goes_by_the_order_given(llm: Asked) -> None:
+    llm.generate(PROMPTS[:4], LENGTHS, priority="normal")
+    assert [spec.prompt_text for spec in llm.specs] == PROMPTS[:4]
+    assert {spec.scheduling.priority for spec in llm.specs} == {generation_pb2.PRIORITY_NORMAL}
+
+
+def test_one_prompt_is_no_batch(llm: Asked) -> None:
+    llm.generate("a")
+    assert llm.specs[0].scheduling.priority == generation_pb2.PRIORITY_UNSPECIFIED

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pagecast_scheduler.core import intake
 from pagecast_scheduler.core.state import State
+from pagecast_wire.intake import Priority
 
 AGEING = 1000
 
@@ -17,6 +18,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.state = State.create(make_config(ageing_us=AGEING), 1)
         self.queue, self.tenants = self.state.queue, self.state.tenants
         self.members = []
+        self.outputs = {}
         self.now = 0
 
     def rank(self, seq):
@@ -26,15 +28,22 @@ class QueueMachine(RuleBasedStateMachine):
             return (-1, 0, 0, 0, 0, request.order)
         if seq.resumed:
             return (lane, 0, 0, 0, 0, request.order)
-        return (lane, 1, int(self.tenants.served[request.tenant]), request.deadline, request.order, 0)
+        due = request.deadline
+        if request.priority == Priority.BATCH:  # ten milliseconds for each token of the output
+            due -= self.outputs[request.order] * 10_000
+        return (lane, 1, int(self.tenants.served[request.tenant]), due, request.order, 0)
 
     def first(self):
         return min(self.members, key=self.rank)
 
-    @rule(priority=st.integers(0, 2), tenant=st.sampled_from("abc"), deadline=st.sampled_from([-1, 5, 50]), resumed=st.booleans())
-    def push(self, priority, tenant, deadline, resumed):
+    @rule(
+        priority=st.integers(0, 2), tenant=st.sampled_from("abc"), deadline=st.sampled_from([-1, 5, 50]), resumed=st.booleans(),
+        output=st.integers(1, 60),
+    )
+    def push(self, priority, tenant, deadline, resumed, output):
         self.state.orders += 1
-        submit = make_submit(self.state.orders, [1], 1, priority=priority, tenant=tenant, deadline_ms=deadline)
+        self.outputs[self.state.orders] = output
+        submit = make_submit(self.state.orders, [1], output, priority=priority, tenant=tenant, deadline_ms=deadline)
         request = intake.build(self.state, submit, self.now)
         request.tenant = self.tenants.enter(tenant)
         seq = request.sequences[0]
@@ -78,6 +87,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.members)
         assert sorted(seq.request.order for seq in self.queue.waiting()) == sorted(seq.request.order for seq in self.members)
 
+    @invariant()
+    def the_patient_are_told_apart(self):
+        patient = [seq for seq in self.members if seq.request.priority == Priority.BATCH and seq.request.submit.deadline_ms < 0]
+        assert self.queue.num_hurried == len(self.members) - len(patient)
+        assert self.queue.backlog.is_of(patient)
+
 
 TestQueue = QueueMachine.TestCase
 TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -90,7 +105,7 @@ def test_an_empty_queue_gives_nobody():
 def test_dead_entries_do_not_pile_up():
     machine = QueueMachine()
     for _ in range(2000):
-        machine.push(2, "a", -1, False)
+        machine.push(2, "a", -1, False, 1)
         machine.queue.remove(machine.members.pop())
     entries = [entry for heaps in machine.queue._by_tenant.values() for heap in heaps.values() for entry in heap]
     assert len(entries) + len(machine.queue._promotions) < 1000

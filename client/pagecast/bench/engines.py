@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, ClassVar, Protocol
 
 from pagecast.bench import model_shapes, workloads
 
@@ -31,12 +31,17 @@ class EngineOptions:
     extra: tuple[str, ...] = ()  # further serve options of ours, as NAME=VALUE
     tensor_parallel_size: int = 1
     checkpoint: str | None = None  # a peer's weights: as model_shapes.quantization_config names them
+    longest_first: bool = False  # every engine is offered the longest outputs first, instead of the workload's own order
 
 
-def shifted(name: str, repetition: int, vocab_size: int, limit: int | None = None) -> list[tuple[list[int], int]]:
+def shifted(
+    name: str, repetition: int, vocab_size: int, limit: int | None = None, longest_first: bool = False
+) -> list[tuple[list[int], int]]:
     """The workload with every token id moved by a step of its own for this repetition, inside the vocabulary."""
     low, span = 10, min(vocab_size, workloads.VOCAB) - 10
     work = workloads.make(name)[:limit]
+    if longest_first:
+        work.sort(key=lambda request: -request[1])
     return [([low + (token - low + 7919 * repetition) % span for token in prompt], count) for prompt, count in work]
 
 
@@ -70,13 +75,17 @@ class Engine(Protocol):
 
 
 class Pagecast:
-    """Our own engine through the public LLM class: a private cluster, unary Generate calls with token ids in and out."""
+    """Our own engine through the public LLM class: a private cluster, unary Generate calls with token ids in and out.
+
+    request_options: of every request."""
 
     name = "pagecast"
+    request_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, options: EngineOptions) -> None:
         from pagecast.llm import LLM
 
+        self._longest_first = options.longest_first
         self._folder = tempfile.TemporaryDirectory(prefix="pagecast-bench-")
         settings: dict[str, Any] = {"tensor_parallel_size": options.tensor_parallel_size} | named_values(options.extra)
         if options.shape in model_shapes.SHAPES:
@@ -95,10 +104,11 @@ class Pagecast:
     def run(self, workload: str, repetition: int, limit: int | None) -> tuple[float, int]:
         from pagecast.sampling import SamplingParams
 
-        work = shifted(workload, repetition, self.vocab_size, limit)
+        work = shifted(workload, repetition, self.vocab_size, limit, self._longest_first)
         params = [SamplingParams(temperature=1.0, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in work]
         start = time.perf_counter()
-        outputs = self._llm.generate([prompt for prompt, _ in work], params, cache_scope=f"repetition-{repetition}")
+        prompts = [prompt for prompt, _ in work]
+        outputs = self._llm.generate(prompts, params, cache_scope=f"repetition-{repetition}", **self.request_options)
         seconds = time.perf_counter() - start
         return seconds, sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -123,6 +133,17 @@ class Invariant(Pagecast):
         super().__init__(replace(options, extra=(*options.extra, "batch_invariant=true")))
 
 
+class NormalClass(Pagecast):
+    """Our own engine once more, with requests of class normal: begun in the order of the workload, each as soon as it can be."""
+
+    name = "normal_class"
+    request_options: ClassVar[dict[str, Any]] = {"priority": "normal"}
+
+
+OURS = {engine.name: engine for engine in (Invariant, NormalClass)}
+"""Peers that are our own engine in another way."""
+
+
 class Peer:
     """Another engine in a child process that runs pagecast.bench.peer_<name>; JSON lines over two pipes, its log to a file."""
 
@@ -134,7 +155,7 @@ class Peer:
             "vocab_size": model_shapes.SHAPES[options.shape]["vocab_size"],
             "max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_num_batched_tokens,
             "memory_share": options.memory_share, "max_model_len": options.max_model_len, "defaults": options.defaults,
-            "tensor_parallel_size": options.tensor_parallel_size,
+            "tensor_parallel_size": options.tensor_parallel_size, "longest_first": options.longest_first,
         }
         down_read, down_write = os.pipe()
         up_read, up_write = os.pipe()

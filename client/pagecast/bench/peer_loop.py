@@ -27,7 +27,7 @@ def serve(start: Callable[[dict[str, Any]], Run]) -> None:
         answer({"ready": True})
         for line in down:
             ask = json.loads(line)
-            work = shifted(ask["workload"], ask["repetition"], settings["vocab_size"], ask["limit"])
+            work = shifted(ask["workload"], ask["repetition"], settings["vocab_size"], ask["limit"], settings["longest_first"])
             begin = time.perf_counter()
             produced = run([prompt for prompt, _ in work], [count for _, count in work])
             answer({"seconds": time.perf_counter() - begin, "output_tokens": produced})

@@ -347,7 +347,7 @@ class Heard:
 async def _answer(http: "httpx.AsyncClient", task: Task, heard: Heard) -> dict[str, Any]:
     """One line of the output. While the server is overloaded or away, it is asked again. Raises ServerAway."""
     begun = time.monotonic()
-    body = json.dumps(task.body)  # as it was given: whether that is a good body is not to be said here
+    body = json.dumps({"priority": "batch"} | task.body)  # as it was given: whether that is a good body is not to be said here
     for attempt in count():
         reply = await http.post(task.url, content=body, headers={"Content-Type": "application/json"})
         if reply.status_code != 503:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from pagecast.bench import model_shapes, results, workloads
-from pagecast.bench.engines import Engine, EngineOptions, Invariant, Pagecast, Peer
+from pagecast.bench.engines import OURS, Engine, EngineOptions, Pagecast, Peer
 from pagecast.bench.progress import Progress
 from pagecast.cli.options import assignment
 from pagecast.cli.quantities import ANY_COUNT, COUNT, SHARE, Whole
@@ -20,6 +20,7 @@ Table = dict[str, dict[str, dict[str, float]]]
 def add_arguments(parser: argparse.ArgumentParser, workload: str = "chat") -> None:
     parser.add_argument("--random-weights", metavar="SHAPE", default="smol135m", help=f"model shape: {', '.join(model_shapes.SHAPES)}")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help=f"may be given several times (default: {workload})")
+    parser.add_argument("--longest-first", action="store_true", help="offer every engine the longest outputs first")
     parser.add_argument("--limit", type=COUNT, help="only the first N requests of each workload")
     parser.add_argument("--repetitions", type=COUNT, default=3, help="timed repetitions of each engine; the median counts")
     parser.add_argument("--repetitions-of", type=repetitions_of, action="append", default=[], metavar="WORKLOAD=N",
@@ -29,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser, workload: str = "chat") -> No
     parser.add_argument("--max-num-batched-tokens", type=COUNT, default=16384, help="of every engine")
     parser.add_argument("--max-model-len", type=Whole(2), help="of every engine (default: the model's)")
     parser.add_argument("--gpu-memory-utilization", type=SHARE, default=0.9, help="share of each engine; a peer is resident too")
-    parser.add_argument("--peer", choices=("vllm", "transformers", Invariant.name), help=f"measure this engine too, alternating with ours; "
-                        f"{Invariant.name}: ours with that option, to see what it costs")
+    parser.add_argument("--peer", choices=("vllm", "transformers", *OURS), help="measure this engine too, alternating with ours; "
+                        "batch_invariant: ours with that option, to see what it costs; normal_class: ours, asked in the workload's order "
+                        "with requests that are not of class batch")
     parser.add_argument("--peer-defaults", action="store_true", help="the peer at its own defaults")
     parser.add_argument("--in-turn", action="store_true", help="the peer after ours has ended: where memory does not hold both")
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, help="GPUs of each engine")
@@ -103,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: fewer than three repetitions of {', '.join(few)}; the median is not to be published")
     options = EngineOptions(
         args.random_weights, args.max_num_seqs, args.max_num_batched_tokens, args.gpu_memory_utilization, args.max_model_len,
-        args.peer_defaults, tuple(args.set), args.tensor_parallel_size,
+        args.peer_defaults, tuple(args.set), args.tensor_parallel_size, longest_first=args.longest_first,
     )
     makers: list[Callable[[], Engine]] = [] if args.peer_only else [lambda: Pagecast(options)]
     if args.peer:
-        makers.append(lambda: Invariant(options) if args.peer == Invariant.name else Peer(args.peer, options, args.results))
+        makers.append(lambda: OURS[args.peer](options) if args.peer in OURS else Peer(args.peer, options, args.results))
     table: Table = {workload: {} for workload in chosen}
     cut = ""
     try:
@@ -150,10 +152,12 @@ def shape_name(args: argparse.Namespace) -> str:
 def metrics_of(args: argparse.Namespace, table: Table) -> dict[str, float]:
     """Dotted names for targets: throughput.SHAPE.WORKLOAD.ENGINE.FIGURE, and ratio_PEER = peer's time / our time.
 
-    Over several GPUs SHAPE ends in -tp and their number; of the first N requests alone WORKLOAD ends in .firstN."""
+    Over several GPUs SHAPE ends in -tp and their number; of the first N requests alone WORKLOAD ends in .firstN, and in .longest_first
+    where every engine was offered the longest outputs first."""
     metrics: dict[str, float] = {}
     for load, row in table.items():
         start = f"throughput.{shape_name(args)}.{load}" + (f".first{args.limit}" if args.limit else "")
+        start += ".longest_first" if args.longest_first else ""
         for engine, cells in row.items():
             name = f"{engine}-defaults" if args.peer_defaults and engine == args.peer else engine
             metrics |= {f"{start}.{name}.{key}": value for key, value in cells.items()}

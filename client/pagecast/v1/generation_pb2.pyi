@@ -85,6 +85,9 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
     """As NORMAL."""
     PRIORITY_BATCH: _Priority.ValueType  # 1
+    """For many requests of which all that counts is when the last one ends: the largest max_output_tokens are admitted first, and prompts
+    are computed no sooner than they must be. One with a deadline, a time_budget or a max_queue_time begins as soon as it can.
+    """
     PRIORITY_NORMAL: _Priority.ValueType  # 2
     PRIORITY_INTERACTIVE: _Priority.ValueType  # 3
 
@@ -93,6 +96,9 @@ class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
 PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
 """As NORMAL."""
 PRIORITY_BATCH: Priority.ValueType  # 1
+"""For many requests of which all that counts is when the last one ends: the largest max_output_tokens are admitted first, and prompts
+are computed no sooner than they must be. One with a deadline, a time_budget or a max_queue_time begins as soon as it can.
+"""
 PRIORITY_NORMAL: Priority.ValueType  # 2
 PRIORITY_INTERACTIVE: Priority.ValueType  # 3
 Global___Priority: _TypeAlias = Priority  # noqa: Y015

@@ -87,6 +87,8 @@ def _check_requests(s: State) -> None:
             _require(homes == 1 or (parked and homes == 0), f"request {request.key}: a sequence has {homes} homes")
             queued += seq.queued
     _require(queued == len(s.queue), "queue length differs from its members")
+    patient = [seq for request in s.requests.values() if request.is_patient for seq in request.sequences if seq.queued]
+    _require(s.queue.backlog.is_of(patient), "the backlog is not of those who wait and are in no hurry")
     waiting = [request for request in s.requests.values() if not request.started]
     _require(len(waiting) == s.num_queued_requests, "queued request count is wrong")
     _require(sum(r.num_prompt_tokens for r in waiting) == s.num_queued_tokens, "queued token count is wrong")

@@ -5,6 +5,7 @@ import numpy as np
 from pagecast_scheduler.core import forced, policy
 from pagecast_scheduler.core.fitting import fit_budget
 from pagecast_scheduler.core.outputs import Cohort
+from pagecast_scheduler.core.pacing import pace_budget
 from pagecast_scheduler.core.plan_builder import PlanDraft
 from pagecast_scheduler.core.prefilling import admit_waiting, plan_chunks
 from pagecast_scheduler.core.rows import Index
@@ -37,6 +38,8 @@ def _draft(s: State, now: int) -> PlanDraft:
         budget = forced.plan_jumps(s, draft, budget)
     if s.config.step_sizes and len(s.queue) > s.rows.num_free:
         budget = fit_budget(s, draft, budget, now)
+    if s.rows.prefilling or len(s.queue):
+        budget = pace_budget(s, draft, budget)
     if s.rows.prefilling:
         budget = plan_chunks(s, draft, budget, now)
     is_open = s.rows.num_free or s.rows.num_paused

@@ -1,7 +1,8 @@
 """The waiting queue: who is next.
 
 Order: priority class (ageing included), preempted and recovered sequences first within it, then the tenant least served so far, then the
-nearest deadline (the least slack), then arrival. After waiting (class + 1) * ageing_us a sequence enters the *overdue* lane, which comes
+nearest deadline (the least slack; of the class BATCH that of its start, so that without deadlines the longest outputs begin first and
+none is left over at the end), then arrival. After waiting (class + 1) * ageing_us a sequence enters the *overdue* lane, which comes
 before every class and is served strictly by arrival.
 
 Starvation bound: from then on only sequences that arrived earlier, and at most max_head_passes smaller ones that slip past it while
@@ -11,18 +12,22 @@ wait is finite whatever arrives later.
 
 import heapq
 
+from pagecast_scheduler.core.backlog import Backlog
 from pagecast_scheduler.core.request import Sequence
 from pagecast_scheduler.core.tenants import Tenants
 
 OVERDUE = -1
 _LANES = (OVERDUE, 0, 1, 2)
-_Entry = tuple[int, int, int, Sequence]  # (deadline or 0, order, ticket, sequence); tickets are unique, so sequences never compare
+_Entry = tuple[int, int, int, Sequence]  # (due or 0, order, ticket, sequence); tickets are unique, so sequences never compare
 
 
 class WaitingQueue:
-    """Heaps per lane and tenant with lazy deletion: an entry counts only while its ticket is its sequence's current one."""
+    """Heaps per lane and tenant with lazy deletion: an entry counts only while its ticket is its sequence's current one.
 
-    def __init__(self, tenants: Tenants, ageing_us: int) -> None:
+    backlog: the members that are in no hurry. Everybody else is counted by num_hurried."""
+
+    def __init__(self, tenants: Tenants, ageing_us: int, max_model_len: int) -> None:
+        self.backlog = Backlog(max_model_len)
         self._tenants = tenants
         self._ageing_us = ageing_us
         self._first: dict[int, list[_Entry]] = {lane: [] for lane in _LANES}
@@ -35,11 +40,18 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def num_hurried(self) -> int:
+        """Members that are not to wait longer than they must."""
+        return self._size - self.backlog.num_sequences
+
     def push(self, seq: Sequence, now: int) -> None:
         """Enter by what the sequence is owed: its class less one for every ageing_us since its arrival."""
         assert not seq.queued
         seq.queued = True
         self._size += 1
+        if seq.request.is_patient:
+            self.backlog.add(seq)
         waited = (now - seq.request.arrival) // self._ageing_us
         self._enter(seq, max(OVERDUE, seq.request.priority - waited))
 
@@ -49,6 +61,8 @@ class WaitingQueue:
         seq.queued = False
         seq.ticket = 0
         self._size -= 1
+        if seq.request.is_patient:
+            self.backlog.add(seq, -1)
         self._num_dead += 1
         if self._num_dead > 256 + self._size:
             self._sweep()
@@ -105,7 +119,7 @@ class WaitingQueue:
         request = seq.request
         if seq.lane == OVERDUE or seq.resumed:
             return self._first[seq.lane], (0, request.order, seq.ticket, seq)
-        return self._by_tenant[seq.lane].setdefault(request.tenant, []), (request.deadline, request.order, seq.ticket, seq)
+        return self._by_tenant[seq.lane].setdefault(request.tenant, []), (request.due, request.order, seq.ticket, seq)
 
     def _sweep(self) -> None:
         """Drop all dead entries, so that memory follows the number of members."""

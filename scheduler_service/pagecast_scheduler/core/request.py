@@ -11,11 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagecast_scheduler.core.prefix_cache import HashChain
-from pagecast_wire.intake import KEY_BITS, Finished, Submit
+from pagecast_wire.intake import KEY_BITS, Finished, Priority, Submit
 from pagecast_wire.sampling import SamplingParams
 
 NEVER = 1 << 62
 """A time that does not come."""
+
+TOKEN_US = 10_000
+"""What an output token is taken to need, where outputs are only compared with each other."""
 
 
 class Status(IntEnum):
@@ -62,6 +65,18 @@ class Request:
     @property
     def priority(self) -> int:
         return self.submit.priority
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether all that counts is when the last of many such requests ends: class BATCH, and no limit on its time."""
+        return self.submit.priority == Priority.BATCH and min(self.deadline, self.budget_end, self.queue_end) >= NEVER
+
+    @property
+    def due(self) -> int:
+        """What its class is ordered by: its deadline, in class BATCH less what its output takes, so that the longest begin first."""
+        if self.submit.priority != Priority.BATCH:
+            return self.deadline
+        return self.deadline - (self.max_tokens - self.num_prompt_tokens) * TOKEN_US
 
 
 @dataclass(slots=True, eq=False)

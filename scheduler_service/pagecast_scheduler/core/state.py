@@ -111,7 +111,7 @@ class State:
     def create(cls, config: SchedulerConfig, epoch: int) -> "State":
         tenants = Tenants(config.max_tenants)
         rows = Rows(config.max_num_seqs, config.max_model_len)
-        return cls(config, epoch, KvManager(config), rows, tenants, WaitingQueue(tenants, config.ageing_us))
+        return cls(config, epoch, KvManager(config), rows, tenants, WaitingQueue(tenants, config.ageing_us, config.max_model_len))
 
     def cohort(self) -> Cohort:
         """The cohort of all stepping rows, made anew only when they change."""

@@ -1,0 +1,48 @@
+"""Prompts that wait and are in no hurry, by how much output follows each: how fast they have to be computed.
+
+Of many requests whose last end is all that counts, the longest output decides when that is. Another one may start as many steps later as
+it is shorter, and still end before it. Prompts computed no sooner than that share steps with decodes, which read the weights anyway.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagecast_scheduler.core.request import Sequence
+
+GRAIN = 16
+"""Output tokens of one class."""
+
+
+class Backlog:
+    """Sums over waiting sequences. num_sequences: how many they are."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._tokens = np.zeros(max_model_len // GRAIN + 1, np.int64)
+        self._counts = np.zeros(max_model_len // GRAIN + 1, np.int64)
+        self.num_sequences = 0
+
+    def add(self, seq: Sequence, sign: int = 1) -> None:
+        """The sequence waits. sign -1: it waits no longer."""
+        at = (seq.request.max_tokens - seq.num_tokens) // GRAIN
+        self._tokens[at] += sign * seq.num_tokens
+        self._counts[at] += sign
+        self.num_sequences += sign
+
+    def is_of(self, sequences: list[Sequence]) -> bool:
+        """Whether exactly these wait."""
+        other = Backlog((len(self._tokens) - 1) * GRAIN)
+        for seq in sequences:
+            other.add(seq)
+        return bool((other._tokens == self._tokens).all() and (other._counts == self._counts).all())
+
+    def tokens_a_step(self, longest: int, begun: int, begun_output: int) -> float:
+        """Prefill tokens that every step must compute so that all end with the longest output.
+
+        longest: output tokens that the longest of those that run has left. begun: prompt tokens left of sequences that have a row, of which
+        the most urgent has begun_output more to follow. What waits comes after them, the longest first.
+        """
+        classes: NDArray[np.int64] = np.flatnonzero(self._counts)[::-1]
+        outputs = np.concatenate(([begun_output], classes * GRAIN + GRAIN - 1))
+        due = np.cumsum(np.concatenate(([begun], self._tokens[classes])))
+        steps = np.maximum(max(longest, int(outputs.max())) - outputs, 0) + 1
+        return float((due / steps).max())

@@ -1,0 +1,153 @@
+"""Requests of class BATCH: the longest outputs begin first, and prompts are spread over the steps of those that run, so that all end with
+the longest. Nobody in a hurry is held up for it."""
+
+import pytest
+from core.cluster import Cluster, make_config, make_submit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagecast_scheduler.core import intake, policy
+from pagecast_scheduler.core.backlog import GRAIN, Backlog
+from pagecast_scheduler.core.state import State
+from pagecast_wire.codec import view_u32
+from pagecast_wire.intake import Priority
+
+LONGEST = 120
+SPARE = 4  # steps in which the first prompts are computed
+
+
+def prefill(plan):
+    return sum(view_u32(plan.chunk_lengths).tolist())
+
+
+def prompt(key, length=100):
+    return [(key >> bit % 6) & 1 for bit in range(length)]
+
+
+def wide(**values):
+    """Rows, blocks and tokens enough for all."""
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 8192, "num_blocks": 8000, "max_model_len": 512, "max_plans_in_flight": 1}
+    sizes["enable_prefix_caching"] = False
+    return Cluster(**sizes | values)
+
+
+def offer(cluster, outputs, **values):
+    for key, output in enumerate(outputs):
+        cluster.submit(key, prompt(key), output, seed=key, **values)
+
+
+OUTPUTS = [LONGEST, *range(4, LONGEST - 20, 4)]
+
+
+def test_all_end_with_the_longest_and_prompts_are_spread():
+    cluster = wide()
+    offer(cluster, reversed(OUTPUTS), priority=Priority.BATCH)
+    cluster.run()
+    assert len(cluster.plans) <= LONGEST + SPARE
+    assert all(stream.tokens == stream.expected for stream in cluster.streams.values())
+    most = max(prefill(plan) for plan in cluster.plans)
+    assert most <= 2 * policy.FLAT_STEP < len(OUTPUTS) * 100
+
+
+def test_other_classes_begin_at_once():
+    cluster = wide()
+    offer(cluster, OUTPUTS)
+    assert prefill(cluster.plan()) == len(OUTPUTS) * 100
+
+
+@pytest.mark.parametrize("limit", ["deadline_ms", "time_budget_ms", "max_queue_ms"])
+def test_one_with_a_limit_holds_nobody_up(limit):
+    """Its own time is short: it and what stands before it begin as soon as they can."""
+    cluster = wide()
+    offer(cluster, OUTPUTS, priority=Priority.BATCH)
+    cluster.submit(99, prompt(99), 5, priority=Priority.BATCH, **{limit: 60_000})
+    assert prefill(cluster.plan()) == (len(OUTPUTS) + 1) * 100
+
+
+def test_one_in_a_hurry_ends_the_patience_of_all():
+    cluster = wide()
+    offer(cluster, OUTPUTS, priority=Priority.BATCH)
+    assert prefill(cluster.plan()) <= policy.FLAT_STEP + policy.PREFILL_GRAIN
+    cluster.apply()
+    cluster.submit(99, prompt(99), 5, priority=Priority.INTERACTIVE)
+    plan = cluster.plan()
+    assert prefill(plan) > 10 * 100, "all that waits"
+    assert any(view_u32(admission.tokens).tolist() == prompt(99) for admission in plan.admissions)
+    cluster.apply()
+    cluster.run()
+
+
+def test_equal_outputs_begin_at_once():
+    """None may start later than another, so waiting would only add steps."""
+    cluster = wide()
+    offer(cluster, [50] * 20, priority=Priority.BATCH)
+    cluster.run()
+    assert prefill(cluster.plans[0]) == 20 * 100
+    assert len(cluster.plans) == 50
+
+
+def test_without_rows_enough_the_longest_begin_first():
+    cluster = wide(max_num_seqs=4)
+    outputs = [5, 60, 7, 50, 9, 40, 11, 30]
+    offer(cluster, outputs, priority=Priority.BATCH)
+    cluster.run()
+    begun = [outputs[admission.sampling.seed] for plan in cluster.plans for admission in plan.admissions]
+    assert begun == sorted(outputs, reverse=True)
+    assert len(cluster.plans) <= 70
+
+
+def test_the_order_of_other_classes_is_that_of_their_arrival():
+    cluster = wide(max_num_seqs=1)
+    offer(cluster, [5, 9, 7])
+    cluster.run()
+    assert [admission.sampling.seed for plan in cluster.plans for admission in plan.admissions] == [0, 1, 2]
+
+
+def test_preempted_and_recovered_ones_are_counted_as_they_are():
+    """The check of the core's own invariants, after every step, holds the backlog against who waits."""
+    cluster = Cluster(max_num_seqs=6, max_num_batched_tokens=300, num_blocks=40, max_model_len=128, max_plans_in_flight=2)
+    for key in range(12):
+        cluster.submit(key, prompt(key, 20), 12 + 3 * (key % 5), seed=key, priority=Priority.BATCH)
+    for turn in range(40):
+        cluster.step()
+        if turn in (7, 19):
+            cluster.fail()
+    cluster.run()
+    assert cluster.state.totals.num_preemptions and cluster.state.queue.backlog.num_sequences == 0
+    assert all(stream.tokens == stream.expected for stream in cluster.streams.values())
+
+
+def sequences_of(lengths):
+    state = State.create(make_config(max_model_len=4096, num_blocks=5000), 1)
+    found = []
+    for key, (tokens, output) in enumerate(lengths):
+        found += intake.build(state, make_submit(key, [1] * tokens, output, priority=Priority.BATCH), 0).sequences
+    return found
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 900)), max_size=12),
+    longest=st.integers(0, 1000), begun=st.integers(0, 500), begun_output=st.integers(0, 900),
+)  # fmt: skip
+def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, begun_output):
+    backlog = Backlog(4096)
+    for seq in sequences_of(lengths):
+        backlog.add(seq)
+    pace = backlog.tokens_a_step(longest, begun, begun_output if begun else 0)
+    begun_output = begun_output if begun else 0
+    # Who waits in a class of outputs is taken for one with the longest of it, and comes with all of the class.
+    classes = sorted({output // GRAIN for _, output in lengths}, reverse=True)
+    last = max([longest, begun_output, *(which * GRAIN + GRAIN - 1 for which in classes)])
+    wanted = [begun / (last - begun_output + 1)]
+    for which in classes:
+        due = begun + sum(tokens for tokens, output in lengths if output // GRAIN >= which)
+        wanted.append(due / (last - (which * GRAIN + GRAIN - 1) + 1))
+    assert pace == pytest.approx(max(wanted))
+
+
+@given(needed=st.floats(0, 5000), steps=st.integers(1, 100), decodes=st.integers(0, 300))
+def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes):
+    tokens = policy.paced_prefill(needed, steps, decodes)
+    assert (decodes + tokens) % policy.PREFILL_GRAIN == 0 or not tokens
+    assert tokens >= needed * steps or (not tokens and needed * steps < policy.PREFILL_GRAIN)
+    assert decodes + tokens >= policy.FLAT_STEP or (not tokens and decodes > policy.FLAT_STEP - policy.PREFILL_GRAIN)
