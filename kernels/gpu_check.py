@@ -30,7 +30,8 @@ import gpu_check_attention  # noqa: E402
 import row_variants  # noqa: E402
 from ops import paged_case  # noqa: E402
 
-from pagecast_kernels import bench_cases, configs, decode, elementwise, logprobs, norms, prefill, reference, rope, sampling  # noqa: E402
+from pagecast_kernels import bench_cases, configs, decode, elementwise, gemv, logprobs, norms, prefill, reference, rope, sampling  # noqa: E402
+from pagecast_kernels.rotated import Heads  # noqa: E402
 
 ANCHORS = Path(__file__).parent.parent / "benchmarks/anchors.json"
 SMS = 132
@@ -275,6 +276,31 @@ def check_small() -> Iterator[tuple[str, float]]:
             yield f"rope_and_write_kv{name} {heads}/{kv_heads} d{dim} norm {norm}", max(paged_case.relative_error(a, b) for a, b in pairs)
 
 
+def check_one_row(device: str = "cuda", depth: int = 4096) -> Iterator[tuple[str, float]]:
+    """Products of one row, and what they do in passing."""
+    normal = lambda *shape: torch.randn(*shape, device=device).bfloat16()
+    x, gamma, heads, kv_heads, dim = normal(1, depth), normal(depth), 8, 2, 128
+    weight, bias = normal((heads + 2 * kv_heads) * dim, depth), normal((heads + 2 * kv_heads) * dim)
+    exact, wide = weight.double(), x.double()
+    nan = lambda columns: torch.full((1, columns), float("nan"), dtype=torch.bfloat16, device=device)
+    yield "gemv", paged_case.relative_error(gemv.gemv(x, weight, bias, nan(len(weight))), reference.linear(wide, exact, bias.double()))
+    got = gemv.norm_gemv_silu_mul(x, gamma, 1e-5, weight, nan(len(weight) // 2))
+    yield "norm_gemv_silu_mul", paged_case.relative_error(got, reference.norm_linear_silu_mul(wide, gamma, 1e-5, exact))
+    total = normal(1, len(weight))
+    want = reference.linear_add(wide, exact, total.double())
+    yield "gemv_add", paged_case.relative_error(gemv.gemv_add(x, weight, total), want)
+    cos_sin, position = torch.randn(8, dim, device=device), torch.tensor([5], dtype=torch.int32, device=device)
+    for slot in (37, -1):
+        at = torch.tensor([slot], device=device)
+        caches = [torch.zeros(4, kv_heads, 16, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        held = [cache.double() for cache in caches]
+        got = gemv.norm_gemv_heads(x, gamma, 1e-5, weight, Heads(cos_sin, position, at, *caches, heads), bias)
+        qkv = reference.norm_linear(wide, gamma, 1e-5, exact, bias)
+        want = reference.rope_and_write_kv(qkv, cos_sin.double(), position, at, *held, heads, kv_heads, dim)
+        pairs = ((got, want), *zip(caches, held))
+        yield f"norm_gemv_heads slot {slot}", max(paged_case.relative_error(a, b) for a, b in pairs)
+
+
 def check_sampling() -> Iterator[tuple[str, float]]:
     """The share of rows that differ from the twin; rounding at the nucleus' edge, and of logarithms, may move one in hundreds."""
     batch = 64
@@ -309,7 +335,7 @@ def report(sources: list[tuple[Iterator[tuple[str, float]], float]]) -> int:
 
 def check(quick: bool) -> int:
     attention = [(check_decode(), 8e-3), (check_prefill(), 8e-3), (check_launches(quick), 8e-3), (gpu_check_attention.check_all(), 8e-3)]
-    return report([*attention, (check_small(), 6e-3), (check_sampling(), 0.04)])
+    return report([*attention, (itertools.chain(check_small(), check_one_row()), 6e-3), (check_sampling(), 0.04)])
 
 
 # --- speed -------------------------------------------------------------------------------------------------------------------------
