@@ -295,7 +295,7 @@ def check_one_row(device: str = "cuda", depth: int = 4096) -> Iterator[tuple[str
         caches = [torch.zeros(4, kv_heads, 16, dim, dtype=torch.bfloat16, device=device) for _ in range(2)]
         held = [cache.double() for cache in caches]
         got = gemv.norm_gemv_heads(x, gamma, 1e-5, weight, Heads(cos_sin, position, at, *caches, heads), bias)
-        qkv = reference.norm_linear(wide, gamma, 1e-5, exact, bias)
+        qkv = reference.norm_linear(wide, gamma, 1e-5, exact, bias.double())
         want = reference.rope_and_write_kv(qkv, cos_sin.double(), position, at, *held, heads, kv_heads, dim)
         pairs = ((got, want), *zip(caches, held))
         yield f"norm_gemv_heads slot {slot}", max(paged_case.relative_error(a, b) for a, b in pairs)
