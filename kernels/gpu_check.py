@@ -277,7 +277,7 @@ def check_small() -> Iterator[tuple[str, float]]:
 
 
 def check_one_row(device: str = "cuda", depth: int = 4096) -> Iterator[tuple[str, float]]:
-    """Products of one row, and what they do in passing."""
+    """Products of one row, and what they do in passing: heads are rounded before they are rotated, and again."""
     normal = lambda *shape: torch.randn(*shape, device=device).bfloat16()
     x, gamma, heads, kv_heads, dim = normal(1, depth), normal(depth), 8, 2, 128
     weight, bias = normal((heads + 2 * kv_heads) * dim, depth), normal((heads + 2 * kv_heads) * dim)
@@ -335,7 +335,7 @@ def report(sources: list[tuple[Iterator[tuple[str, float]], float]]) -> int:
 
 def check(quick: bool) -> int:
     attention = [(check_decode(), 8e-3), (check_prefill(), 8e-3), (check_launches(quick), 8e-3), (gpu_check_attention.check_all(), 8e-3)]
-    return report([*attention, (itertools.chain(check_small(), check_one_row()), 6e-3), (check_sampling(), 0.04)])
+    return report([*attention, (check_small(), 6e-3), (check_one_row(), 8e-3), (check_sampling(), 0.04)])
 
 
 # --- speed -------------------------------------------------------------------------------------------------------------------------
