@@ -21,6 +21,7 @@ from ops import paged_case
 from pagecast_kernels import configs, decode, experts, prefill, quantized_products, quantized_rows, reference, scaled_products
 from pagecast_kernels import quantized_weights as weights
 from pagecast_kernels import reference_quantized as twin
+from pagecast_kernels.expert_configs import WIDE_EXPERTS, Experts
 from pagecast_kernels.quantized_gemv import packed_gemv
 from pagecast_kernels.quantized_products import ProductConfig
 from pagecast_kernels.routing import Routing
@@ -136,7 +137,7 @@ def check_experts() -> Iterator[tuple[str, float]]:
             for values, scales in (twin.quantize_rows(random(count * n, k), dtype),)
         )
         x, logits = random(tokens, 512).bfloat16(), random(tokens, count)
-        config = None if rows is None else (configs.Experts(rows, 64, 128, 4, 3),) * 2
+        config = None if rows is None else (Experts(rows, 64, 128, 4, 3),) * 2
         got = experts.mixture(x, logits, first, second, routing, config=config)
         want = reference.mixture(x, logits, first, second, routing)
         yield f"experts scaled {dtype} m{tokens} rows {rows}", paged_case.relative_error(got, want) / 4  # some fall to the other neighbour
@@ -146,7 +147,7 @@ def check_mixtures() -> Iterator[tuple[str, float]]:
     """Mixtures of 16-bit experts by the table's launches and by wide ones, evenly chosen and not, sizes that tiles divide and not."""
     generator, count, routing = torch.Generator(device="cuda").manual_seed(3), 16, Routing(4)
     random = lambda *shape: torch.randn(shape, device="cuda", generator=generator)
-    wide: list[tuple[configs.Experts, configs.Experts]] = [(first, second) for _, first, second in configs.WIDE_EXPERTS]
+    wide: list[tuple[Experts, Experts]] = [(first, second) for _, first, second in WIDE_EXPERTS]
     for (hidden, inner), tokens, dtype in itertools.product(((512, 256), (208, 80)), (1, 40, 700, 2500), (torch.bfloat16, torch.float16)):
         first, second = random(count, 2 * inner, hidden).to(dtype) * 0.1, random(count, hidden, inner).to(dtype) * 0.1
         x = random(tokens, hidden).to(dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pagecast_kernels import configs, experts
+from pagecast_kernels import expert_configs, experts
 from pagecast_kernels.routing import Routing
 
 Variant = tuple[str, Callable[[], object]]
@@ -83,7 +83,7 @@ def wide_expert_variants() -> Iterator[Variant]:
     for inner, dtype in ((768, torch.bfloat16), (192, torch.bfloat16), (768, torch.float16)):
         x, logits = (torch.empty((4096, size), dtype=dtype, device="meta") for size in (2048, 128))
         weights = tuple(torch.empty((128, *shape), dtype=dtype, device="meta") for shape in ((2 * inner, 2048), (2048, inner)))
-        for least, *launches in configs.WIDE_EXPERTS:
+        for least, *launches in expert_configs.WIDE_EXPERTS:
             launch = functools.partial(experts.mixture, x, logits, *weights, Routing(8), config=tuple(launches))
             yield f"mixture wide above {least} inner {inner} {str(dtype)[6:]}", launch
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagecast_kernels import bench_cases, configs, experts, latent
+from pagecast_kernels import bench_cases, configs, expert_configs, experts, latent
 from pagecast_kernels.decode_flat import StepTiles, StepWorkspace
 from pagecast_kernels.routing import Routing
 
@@ -31,7 +31,7 @@ def expert_inputs(tokens: int, device: str = "cuda") -> list[tuple[Tensor, Tenso
 
 
 def mixtures(
-    weights: Weights, inputs: list[tuple[Tensor, Tensor]], config: tuple[configs.Experts, configs.Experts] | None = None
+    weights: Weights, inputs: list[tuple[Tensor, Tensor]], config: tuple[expert_configs.Experts, expert_configs.Experts] | None = None
 ) -> list[bench_cases.Launch]:
     """Launches of `mixture`, routing included."""
     work = experts.experts_workspace(COUNT, weights[0].device)

@@ -3,7 +3,7 @@ layer's experts of Qwen3-30B-A3B in 4 and 8 bits beside 16."""
 
 import torch
 
-from pagecast_kernels import bench_cases, bench_models, configs, decode, experts, quantized_products, quantized_rows, scaled_products
+from pagecast_kernels import bench_cases, bench_models, decode, expert_configs, experts, quantized_products, quantized_rows, scaled_products
 from pagecast_kernels.bench_products import LAYERS, LLAMA_8B
 from pagecast_kernels.decode_flat import StepTiles, StepWorkspace, paged_decode
 from pagecast_kernels.quantized_weights import PackedExperts, PackedWeight, ScaledExperts, tile_columns
@@ -62,7 +62,7 @@ def scaled_experts(rows: int, columns: int, device: str = "cuda") -> ScaledExper
     return ScaledExperts(values, torch.rand((bench_models.COUNT, rows), device=device) * 1e-2)
 
 
-def expert_launches(kind: str, tokens: int, config: configs.Experts | None = None) -> list[bench_cases.Launch]:
+def expert_launches(kind: str, tokens: int, config: expert_configs.Experts | None = None) -> list[bench_cases.Launch]:
     """Launches of `mixture` of one layer's experts as "int4", "fp8" or "bf16", routing included. config: of both products."""
     inner, hidden = bench_models.INNER, bench_models.HIDDEN
     weights: tuple[experts.Weight, experts.Weight] = bench_models.expert_weights() if kind == "bf16" else (

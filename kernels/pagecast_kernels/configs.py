@@ -18,7 +18,7 @@ MAX_SLICES = 32  # programs that may share a row of `sample`
 MAX_CUT_SLICES = 16  # programs that may share a row of `find_cutoffs`
 _PROGRAMS_PER_PROCESSOR = 8  # the most that any decode launch uses
 _KIB = 1024
-_MUCH = 227 * _KIB  # of shared memory: what the measured launches may use
+MUCH = 227 * _KIB  # of shared memory: what the measured launches may use
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,6 @@ class HopperDecode:
     team: int = 0
 
 
-@dataclass(frozen=True)
-class Experts:
-    """A grouped product. rows: pairs of a tile; columns: outputs of a program; depth: inputs a step. wide: by wide_experts, whose tiles
-    have `extra` pairs more, and are computed as of `short` where they hold no more than that (0: neither)."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    wide: bool = False
-    extra: int = 0
-    short: int = 0
-
-
 class UnsupportedError(ValueError):
     """A kernel that the device cannot run: a number format that it does not have, more shared memory than it gives."""
 
@@ -118,7 +103,7 @@ def processors(device: torch.device | str) -> int:
 
 def shared_memory_of(arch: int) -> int:
     """Bytes of shared memory that one program may have, by compute capability (CUDA C++ programming guide, technical specifications)."""
-    return {80: 163 * _KIB, 87: 163 * _KIB, 90: _MUCH, 100: _MUCH, 103: _MUCH}.get(arch, 99 * _KIB)
+    return {80: 163 * _KIB, 87: 163 * _KIB, 90: MUCH, 100: MUCH, 103: MUCH}.get(arch, 99 * _KIB)
 
 
 @functools.cache
@@ -160,7 +145,7 @@ def decode(batch: int, num_kv_heads: int, group: int, head_dim: int, device: tor
     """Launch of paged_decode for query groups of `group` heads, over a cache of values of `itemsize` bytes."""
     if itemsize > 2:
         return _wide_decode(device)
-    if shared_memory(device) < _MUCH:
+    if shared_memory(device) < MUCH:
         return _small_decode(head_dim, device)
     if head_dim > 128 or group > 16:
         return Decode(tile=32, warps=4, stages=3, programs=2 * processors(device))
@@ -203,7 +188,7 @@ def decode_flat(batch: int, num_kv_heads: int, head_dim: int, device: torch.devi
     """
     if itemsize > 2:
         return _wide_decode(device)
-    if shared_memory(device) < _MUCH:
+    if shared_memory(device) < MUCH:
         return _small_decode(head_dim, device)
     pairs, warps = batch * num_kv_heads, 2 if arch(device) == 90 else 4  # two warps have registers enough on Hopper alone
     if head_dim > 64 and _is_power_of_2(num_kv_heads):
@@ -248,7 +233,7 @@ def prefill(head_dim: int, device: torch.device | str, itemsize: int = 2) -> Pre
     """Launch of paged_prefill over a cache of values of `itemsize` bytes."""
     if itemsize > 2:
         return Prefill(rows=32, tile=16, warps=8, stages=2)
-    if shared_memory(device) < _MUCH:
+    if shared_memory(device) < MUCH:
         if head_dim > 128:
             return Prefill(rows=64, tile=32, warps=8, stages=2)
         return Prefill(rows=128, tile=32 if head_dim > 64 else 64, warps=8, stages=3)
@@ -262,7 +247,7 @@ def shared_prefix(head_dim: int, device: torch.device | str, itemsize: int = 2) 
     fraction of them."""
     if itemsize > 2:
         return Prefill(rows=PREFIX_ROWS // 4, tile=16, warps=8, stages=2)
-    if shared_memory(device) < _MUCH:
+    if shared_memory(device) < MUCH:
         return Prefill(rows=PREFIX_ROWS // 2, tile=32, warps=8, stages=2)
     if head_dim > 128:
         return Prefill(rows=PREFIX_ROWS, tile=16, warps=8, stages=2)
@@ -274,62 +259,6 @@ def depth_of(depth: int, itemsize: int) -> int:
     return 2 * depth // itemsize
 
 
-_wide = functools.partial(Experts, wide=True, extra=32)
-WIDE_EXPERTS: tuple[tuple[float, Experts, Experts], ...] = (
-    (48, _wide(64, 64, 64, 4, 4), _wide(64, 128, 64, 4, 4)),
-    (96, _wide(128, 64, 64, 4, 3, short=64), _wide(128, 128, 64, 4, 3, short=64)),
-)
-"""Launches of both products of 16 bits on Hopper by wide_experts: for more than how many pairs an expert; the last that applies. Where
-launches change is a factor of two apart or more: what is compiled ahead is that of powers of two. Fastest of 26 and 23 launches at 544
-to 16,384 tokens of Qwen3-30B-A3B on an H200, 30 November 2026."""
-
-
-def experts(pairs: int, count: int, itemsize: int, device: torch.device | str) -> tuple[Experts, Experts]:
-    """Launches of the two grouped products for that many (token, expert) pairs over `count` experts, of values of `itemsize` bytes:
-    few pairs an expert are a matter of reading weights by many programs, many are one of tensor cores and of the L2 cache."""
-    if itemsize == 2 and is_hopper(device):
-        for least, *launches in reversed(WIDE_EXPERTS):
-            if pairs > least * count:
-                return launches[0], launches[1]
-    each = pairs / count
-    long, short = depth_of(128, itemsize), depth_of(64, itemsize)
-    if pairs <= 64:
-        return Experts(16, 32, long, 4, 4), Experts(16, 32, long, 4, 4)
-    if each <= 8:
-        return Experts(16, 64, long, 4, 3), Experts(16, 128, long, 4, 3)
-    if each <= 24:
-        return Experts(32, 64, long, 4, 3), Experts(32, 128, long, 4, 3)
-    if itemsize > 2:
-        return Experts(64, 64, short, 8, 4), Experts(64, 64, short, 8, 4)
-    if each <= 64:
-        return Experts(64, 64, short, 4, 4), Experts(64, 128, short, 4, 4)
-    return Experts(128, 64, short, 8, 4), Experts(128, 128, short, 8, 4)
-
-
-def packed_experts(pairs: int, count: int, row_tiles: int, device: torch.device | str) -> Experts:
-    """Launch of a grouped product with packed weights of so many tiles of 64 rows: columns are rows of the weight, depth is that of a
-    tile of words. Fastest with int4 at 1, 16, 64, 256 and 2,048 tokens of Qwen3-30B-A3B on an H200, 30 November 2026."""
-    each, wide = pairs / count, 128 if row_tiles % 2 == 0 else 64
-    columns = 64 if shared_memory(device) < _MUCH else wide
-    if pairs <= 64:
-        return Experts(16, 64, 128, 4, 5)
-    if each <= 8:
-        return Experts(16, columns, 128, 4, 5)
-    if each <= 48:
-        return Experts(32, columns, 128, 4, 3)
-    return Experts(64, wide, 128, 4, 4)
-
-
-def scaled_experts(pairs: int, count: int) -> Experts:
-    """The same with weights and activations of 8 bits, of e4m3 where measured."""
-    each = pairs / count
-    if each <= 8:
-        return Experts(16, 64, 128, 4, 5 if pairs <= 64 else 3)
-    if each <= 48:
-        return Experts(32, 64, 128, 4, 3)
-    return Experts(64, 64, 128, 4, 4)
-
-
 def latent_groups(heads: int, most: int) -> int:
     """Into how many equal groups of at most `most` the heads of latent attention are put, each a tile of its own."""
     return next(groups for groups in range(1, heads + 1) if heads % groups == 0 and heads // groups <= most)
@@ -339,7 +268,7 @@ def _small_latents(device: torch.device | str, itemsize: int) -> bool:
     """Whether tiles of latents must be small. Of 512 float32 each, the smallest tile and its queries take 100 KiB."""
     if itemsize > 2 and shared_memory(device) <= 99 * _KIB:
         raise UnsupportedError("latent attention over float32 needs 100 KiB of shared memory a program, this GPU has 99: use 16 bits")
-    return shared_memory(device) < _MUCH
+    return shared_memory(device) < MUCH
 
 
 LATENT_DECODE_HEADS = 32

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, quantized_experts, wide_experts
+from pagecast_kernels import expert_configs, quantized_experts, wide_experts
 from pagecast_kernels.elementwise import activated
+from pagecast_kernels.expert_configs import Experts
 from pagecast_kernels.expert_lists import tile_ends, tile_pairs
 from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts
 from pagecast_kernels.routing import Routing
@@ -166,7 +167,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, counts: Tensor)
 
 def _product(
     x: Tensor, weight: Weight, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, first: bool, gelu: bool,
-    config: configs.Experts | None,
+    config: Experts | None,
 ) -> Tensor:  # fmt: skip
     """The products of all pairs by whichever kernel takes the weight; first: activated and gated."""
     if isinstance(weight, PackedExperts):
@@ -177,7 +178,7 @@ def _product(
     columns, depth = weight.shape[1] // 2 if first else weight.shape[1], weight.shape[2]
     pairs = tokens * chosen
     if config is None:
-        config = configs.experts(pairs, experts, weight.element_size(), x.device)[0 if first else 1]
+        config = expert_configs.experts(pairs, experts, weight.element_size(), x.device)[0 if first else 1]
     if config.wide:
         return wide_experts.wide_product(x, weight, scales, counts, lists, chosen, first, gelu, config)
     tiles = min(pairs // config.rows + min(pairs, experts), pairs)
@@ -192,7 +193,7 @@ def _product(
 
 def mixture(
     x: Tensor, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, *, bias: Tensor | None = None, gelu: bool = False,
-    into: Tensor | None = None, workspace: Tensor | None = None, config: tuple[configs.Experts, configs.Experts] | None = None,
+    into: Tensor | None = None, workspace: Tensor | None = None, config: tuple[Experts, Experts] | None = None,
 ) -> Tensor:  # fmt: skip
     """See reference_experts.mixture. All contiguous but logits' rows. config overrides the launch table of both products."""
     (tokens, hidden), experts = x.shape, logits.shape[1]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagecast_kernels import configs, elementwise, quantized_rows
+from pagecast_kernels import configs, elementwise, expert_configs, quantized_rows
 from pagecast_kernels.elementwise import activated
 from pagecast_kernels.expert_lists import tile_ends, tile_pairs
 from pagecast_kernels.quantized_products import INTERPRETED, columns_of, in_rows
@@ -138,7 +138,7 @@ def _accumulated(w, x, acc, FP8: tl.constexpr, WIDEN: tl.constexpr, DEPTH: tl.co
 
 def packed_product(
     x: Tensor, weight: PackedExperts, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, first: bool, gelu: bool,
-    config: configs.Experts | None = None,
+    config: expert_configs.Experts | None = None,
 ) -> Tensor:  # fmt: skip
     """One of a mixture's two products. x bfloat16 or float16, contiguous: [T, K] where it is the first, whose SiLU·mul (gelu: GELU·mul)
     is returned, else [T · chosen, K]. scales float32[T, chosen], counts and lists as experts.route gives them. Returns [T · chosen, ..].
@@ -147,7 +147,7 @@ def packed_product(
         configs.check_e4m3(x.device)
     experts, tokens = lists.shape
     pairs, row_tiles, column_tiles = tokens * chosen, *weight.words.shape[1:3]
-    config = configs.packed_experts(pairs, experts, row_tiles, x.device) if config is None else config
+    config = expert_configs.packed_experts(pairs, experts, row_tiles, x.device) if config is None else config
     tiles = config.columns // TILE_ROWS
     if row_tiles % tiles:
         raise ValueError(f"columns must be {TILE_ROWS} times a divisor of {row_tiles}, got {config.columns}")
@@ -170,12 +170,12 @@ def packed_product(
 
 def scaled_product(
     x: Tensor, weight: ScaledExperts, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, first: bool, gelu: bool,
-    config: configs.Experts | None = None,
+    config: expert_configs.Experts | None = None,
 ) -> Tensor:  # fmt: skip
     """The same with weights and activations of 8 bits; x is rounded here, row by row."""
     experts, tokens = lists.shape
     pairs, fp8 = tokens * chosen, weight.values.dtype == torch.float8_e4m3fn
-    config = configs.scaled_experts(pairs, experts) if config is None else config
+    config = expert_configs.scaled_experts(pairs, experts) if config is None else config
     columns, depth = weight.shape[1] // 2 if first else weight.shape[1], weight.shape[2]
     rows, row_scales = quantized_rows.quantize_rows(x, weight.values.dtype)
     out = torch.empty((pairs, columns), dtype=x.dtype, device=x.device)

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagecast_kernels import configs
 from pagecast_kernels.elementwise import activated
+from pagecast_kernels.expert_configs import Experts
 from pagecast_kernels.expert_lists import tile_span
 
 
@@ -116,7 +116,7 @@ def _wide_experts(
 
 
 def wide_product(
-    x: Tensor, weight: Tensor, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, first: bool, gelu: bool, config: configs.Experts
+    x: Tensor, weight: Tensor, scales: Tensor, counts: Tensor, lists: Tensor, chosen: int, first: bool, gelu: bool, config: Experts
 ) -> Tensor:
     """See experts._product; of weights [E, N, K] of 16 bits."""
     experts, tokens = lists.shape

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.paged_case import relative_error
 
-from pagecast_kernels import configs, experts, reference
+from pagecast_kernels import configs, expert_configs, experts, reference
 from pagecast_kernels.routing import Routing
 
 ROUTINGS = {
@@ -65,7 +65,7 @@ def test_mixture_with_gelu_adds_to_what_is_there() -> None:
 def test_every_token_to_the_same_experts(rows: int) -> None:
     x, _, gate_up, down, _ = inputs(4, 50, 8)
     logits = torch.tensor([0.0, 9.0, 0.0, 8.0, 0.0, 0.0, 0.0, 0.0]).expand(50, 8)
-    config = configs.Experts(rows, 16, 16, 4, 2)
+    config = expert_configs.Experts(rows, 16, 16, 4, 2)
     got = experts.mixture(x, logits, gate_up, down, Routing(2), config=(config, config))
     exact = [value.double() for value in (x, logits, gate_up, down)]
     assert relative_error(got, reference.mixture(*exact, Routing(2))) < 1e-5
@@ -81,11 +81,11 @@ def test_logits_that_are_no_numbers_spoil_their_own_row_alone() -> None:
 
 
 WIDE = {
-    "plain": configs.Experts(16, 16, 16, 4, 2, wide=True),
-    "two products": configs.Experts(32, 16, 16, 4, 3, wide=True, extra=16),
-    "short tiles": configs.Experts(32, 16, 16, 4, 2, wide=True, extra=16, short=16),
-    "sizes that no tile divides": configs.Experts(16, 32, 32, 4, 2, wide=True, extra=16),
-    "boxes of the copy engine": configs.Experts(16, 8, 8, 4, 2, wide=True, extra=16),
+    "plain": expert_configs.Experts(16, 16, 16, 4, 2, wide=True),
+    "two products": expert_configs.Experts(32, 16, 16, 4, 3, wide=True, extra=16),
+    "short tiles": expert_configs.Experts(32, 16, 16, 4, 2, wide=True, extra=16, short=16),
+    "sizes that no tile divides": expert_configs.Experts(16, 32, 32, 4, 2, wide=True, extra=16),
+    "boxes of the copy engine": expert_configs.Experts(16, 8, 8, 4, 2, wide=True, extra=16),
 }
 
 
@@ -112,7 +112,7 @@ def test_wide_products_with_gelu_add_to_what_is_there() -> None:
 
 
 def test_launches_of_many_pairs_are_wide_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any(launch.wide for launch in configs.experts(16384, 128, 2, "cpu"))
+    assert not any(launch.wide for launch in expert_configs.experts(16384, 128, 2, "cpu"))
     monkeypatch.setattr(configs, "is_hopper", lambda device: True)
-    assert all(launch.wide for launch in configs.experts(16384, 128, 2, "cuda"))
-    assert not any(launch.wide for launch in configs.experts(16384, 128, 4, "cuda") + configs.experts(64, 128, 2, "cuda"))
+    assert all(launch.wide for launch in expert_configs.experts(16384, 128, 2, "cuda"))
+    assert not any(launch.wide for launch in expert_configs.experts(16384, 128, 4, "cuda") + expert_configs.experts(64, 128, 2, "cuda"))

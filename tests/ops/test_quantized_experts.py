@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops.paged_case import relative_error
 
-from pagecast_kernels import configs, experts, quantized_rows, reference
+from pagecast_kernels import expert_configs, experts, quantized_rows, reference
 from pagecast_kernels import quantized_weights as weights
 from pagecast_kernels import reference_quantized as twin
 from pagecast_kernels.quantized_weights import PackedExperts, ScaledExperts
@@ -58,7 +58,7 @@ def test_packed_experts_equal_float64(kind: weights.Kind, group: int, zeros: boo
     gate_up = packed(kind, 2 * INNER, HIDDEN, group, zeros, paired, ordered, 1)
     down = packed(kind, HIDDEN, INNER, group and 32, zeros, False, ordered, 2)
     exact = [dense(gate_up), dense(down)]
-    for tokens, config in ((1, None), (23, configs.Experts(16, 64, 128, 4, 2))):
+    for tokens, config in ((1, None), (23, expert_configs.Experts(16, 64, 128, 4, 2))):
         x, logits = inputs(tokens)
         want = reference.mixture(x.double(), logits.double(), *exact, ROUTING)
         work = experts.experts_workspace(COUNT, "cpu")
@@ -73,7 +73,7 @@ def test_packed_experts_where_nothing_is_even() -> None:
     gate_up, down = packed("int4", 2 * 68, 200, 0, True, False, False, 3), packed("int4", 200, 68, 32, False, False, False, 4)
     x, logits = inputs(9, 200)
     want = reference.mixture(x.double(), logits.double(), dense(gate_up), dense(down), ROUTING, gelu=True)
-    first, second = configs.Experts(16, 64, 128, 4, 2), configs.Experts(32, 128, 128, 4, 2)
+    first, second = expert_configs.Experts(16, 64, 128, 4, 2), expert_configs.Experts(32, 128, 128, 4, 2)
     base = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).half() * 0.02
     got = experts.mixture(x, logits, gate_up, down, ROUTING, gelu=True, into=base.clone(), config=(first, second))
     assert relative_error(got.double() - base.double(), want) < 4e-3
@@ -104,7 +104,7 @@ def test_scaled_experts_equal_float64(dtype: torch.dtype, tokens: int, gelu: boo
         return rounded[-1]
 
     monkeypatch.setattr(quantized_rows, "quantize_rows", seen)
-    config = configs.Experts(rows, 64, 64, 4, 2)
+    config = expert_configs.Experts(rows, 64, 64, 4, 2)
     got = experts.mixture(x, logits, gate_up, down, ROUTING, gelu=gelu, config=(config, config))
     meant = [value.double() * scale.double().unsqueeze(1) for value, scale in rounded]
     _, ids = reference.route(logits, None, ROUTING)
