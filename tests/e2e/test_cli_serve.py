@@ -1,6 +1,5 @@
 """The cluster as an operator meets it: starts, says where it listens, answers, heals, and ends without a trace."""
 
-
 import signal
 import socket
 import subprocess
@@ -8,10 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from e2e.cli_server import LIMIT_S, pagecast, serve
 from e2e.launch_roles import wait_ended
+from free_ports import free_port
 
 from pagecast import Client, SamplingParams, models
 from pagecast.errors import PagecastError
@@ -51,9 +52,14 @@ def test_the_processes_of_a_cluster_carry_only_what_they_need() -> None:
     assert "cygrpc" in mapped["frontend"]  # so the maps do tell
 
 
-def test_two_front_ends_share_one_port() -> None:
-    with serve(*ORACLE, "--num-frontends", "2") as served:
+def test_two_front_ends_share_one_port_and_tell_their_metrics_on_two() -> None:
+    first, second = free_port(), free_port()
+    while second != first + 1:
+        first, second = second, free_port()
+    with serve(*ORACLE, "--num-frontends", "2", "--frontend-metrics-port", str(first)) as served:
         assert len(served.children()["frontend"]) == 2
+        for number in (first, second):
+            assert "pagecast_frontend_open_calls" in httpx.get(f"http://127.0.0.1:{number}/metrics", timeout=LIMIT_S).text
         port = int(served.address.rpartition(":")[2])
         for process in served.children()["frontend"]:
             assert port in [connection.laddr.port for connection in process.net_connections("tcp") if connection.status == "LISTEN"]

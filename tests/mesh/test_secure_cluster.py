@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 
 def test_commands_and_clients_get_in_with_certificate_and_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority.make(tmp_path)
-    (cert, key), (mine, my_key) = authority.issue("server", "127.0.0.1"), authority.issue("client", "client.example.org")
+    (cert, key), (mine, my_key) = authority.issue("server", "127.0.0.1", "llm.example.org"), authority.issue("client", "client.example.org")
     ca, auth_file, token_file = str(tmp_path / "ca.pem"), str(tmp_path / "auth.toml"), tmp_path / "token"
     made = pagecast("token", "alice", "--file", auth_file, "--role", "infer", "--role", "observe")
     token_file.write_text(made.stdout)
@@ -28,6 +28,9 @@ def test_commands_and_clients_get_in_with_certificate_and_token(tmp_path: Path, 
         assert status.returncode == 0 and "SERVING" in status.stdout, status.stderr
         answer = pagecast("generate", "x", "--max-tokens", "3", *target, *access, "--token-file", str(token_file))
         assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
+        for name, code in (("llm.example.org", 0), ("other.example.org", 1)):
+            named = pagecast("status", "--check", *target, *access, "--token-file", str(token_file), "--server-name", name)
+            assert named.returncode == code, (name, named)
         bare = pagecast("generate", "x", *target, *access)
         assert bare.returncode == 1 and "bearer token" in bare.stderr and len(bare.stderr.splitlines()) == 1
         tls, token = Tls(ca, mine, my_key), token_file.read_text().strip()
