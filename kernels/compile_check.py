@@ -78,9 +78,10 @@ def main() -> int:
     every += quantized_expert_variants()
     for variants in (shared_variants, byte_cache_variants, latent_variants, row_variants, expert_variants):
         every += [*variants(torch.bfloat16), *variants(torch.float32)]
-    for name, launch in every:
-        if args.only not in name:
-            continue
+    wanted = [(name, launch) for name, launch in every if args.only in name]
+    if not wanted:
+        parser.error(f"no variant's name holds {args.only!r}")
+    for name, launch in wanted:
         compiled.clear()
         try:
             launch()

@@ -18,6 +18,7 @@ from pagecast_wire.codec import pack_u32
 from pagecast_wire.plan import Admission, StartEpoch, StepPlan
 from pagecast_wire.sampling import SamplingParams
 from pagecast_worker.config import WorkerConfig
+from pagecast_worker.executor import LoadError
 from pagecast_worker.torch_executor import TorchExecutor
 
 
@@ -143,4 +144,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except LoadError as error:
+        sys.exit(f"profile_step: {error}")
