@@ -7,6 +7,7 @@ and per kernel. Works on a CPU too, without graphs.
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from typing import Any
@@ -33,15 +34,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--fold-norms", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
     options = parser.parse_args(arguments)
-    executor = TorchExecutor(
-        WorkerConfig(
-            run_dir=".", model="random", random_weights=options.folder, device=options.device, dtype=options.dtype,
-            max_num_seqs=max(options.batch), max_model_len=2 * options.context + 2048, cpu_kv_gib=2.0,
-            fold_norms=options.fold_norms,
+    with tempfile.TemporaryDirectory() as run_dir:
+        executor = TorchExecutor(
+            WorkerConfig(
+                run_dir=run_dir, model="random", random_weights=options.folder, device=options.device, dtype=options.dtype,
+                max_num_seqs=max(options.batch), max_model_len=2 * options.context + 2048, cpu_kv_gib=2.0,
+                fold_norms=options.fold_norms,
+            )
         )
-    )
-    began = time.perf_counter()
-    facts, num_blocks = executor.load(lambda progress: None)
+        began = time.perf_counter()
+        facts, num_blocks = executor.load(lambda progress: None)
     seconds, billions = time.perf_counter() - began, facts.num_parameters / 1e9
     print(f"loaded in {seconds:.1f} s: {billions:.2f} B parameters, {facts.dtype}, {num_blocks} blocks")
     for batch in options.batch:
