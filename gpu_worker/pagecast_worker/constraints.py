@@ -35,7 +35,7 @@ MOST_AHEAD = 256
 MAX_KEPT = 512
 """Compiled constraints kept; the least recently used go first. More than a scheduler counts on."""
 
-_TOO_LARGE = ("too big", "too large", "too many", "too complex", "toocomplex")
+_TOO_LARGE = ("too big", "too large", "too many", "too complex", "toocomplex", "max is")
 """Words of llguidance's messages about its limits."""
 _log = structlog.get_logger(__name__)
 

@@ -85,6 +85,8 @@ def limits() -> Any:
 
 
 def _json_grammar(matcher: Any, schema: str) -> str:
+    if schema.strip() in ("true", "false"):  # schemas too, to which llguidance can add no options
+        schema = f'{{"anyOf": [{schema}]}}'
     return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE}))
 
 

@@ -118,7 +118,7 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
     }, "messages[0].mood", [
         "logprobs: Input should be a valid boolean", "messages[0].mood: unknown field", "messages[1].role: Field required",
         "messages[1].content: Input should be a valid string", "messages[2].role must be 1 to", "temperature must be 0 to 100, not -1",
-        "top_logprobs must be 0 to", "max_completion_tokens must be 1 to", "tool_choice.mode REQUIRED needs tools",
+        "top_logprobs must be 0 to", "max_completion_tokens must be 1 to", "tool_choice REQUIRED needs tools",
     ]),
     ("chat/completions", {
         "messages": [{"role": "user", "content": "x"}], "tools": "t", "tool_choice": "required", "response_format": {"type": "json_schema"},
@@ -132,6 +132,29 @@ def test_what_is_no_request_is_refused_with_a_body(served: Served, path: str, co
     ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 999}, "top_logprobs", [
         "top_logprobs must be 0 to",
     ]),
+    ("completions", {"prompt": "x", "logit_bias": {"5": 1, "05": 2, "4000000000": 1000}, "allowed_token_ids": [1, 1], "cache_scope": "x" * 200},
+     "logit_bias.4000000000", [
+        "logit_bias.4000000000 must be 0 to", "logit_bias.4000000000 must be -100 to 100", "logit_bias.05 must be given once, 5 is repeated",
+        "allowed_token_ids[1] must be given once", "cache_scope must be at most",
+    ]),
+    ("completions", {"prompt": ["x", "y"], "logit_bias": {"05": 1, "5": 2}, "colour": 1}, "colour", [
+        "logit_bias.5 must be given once, 5 is repeated",
+    ]),
+    ("completions", {"prompt": ["x", "y"], "logit_bias": {"05": 1, "5": 2}}, "logit_bias.5", ["logit_bias.5 must be given once"]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [
+            {"id": "1", "function": {"name": "f", "arguments": "{"}}, {"id": "2", "function": {"name": "", "arguments": "{}"}},
+        ]}], "tools": [{"type": "function", "function": {"name": ""}}], "tool_choice": {"type": "function", "function": {"name": "g"}},
+    }, "messages[1].tool_calls[0].function.arguments", [
+        "messages[1].tool_calls[1].function.name must", "tools[0].function.name must be 1 to", "tool_choice.function.name must be the name of",
+    ]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(?=a)"}}},
+    }, "response_format.json_schema.schema", ["response_format.json_schema.schema: regex parse error"]),
+    ("chat/completions", {
+        "messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema": {"schema": False}},
+    }, "response_format.json_schema.schema", ["response_format.json_schema.schema: Unsatisfiable"]),
     ("completions", {"prompt": "x", **{f"x{i}": i for i in range(99)}}, "x0", ["x0: unknown field", "x31: unknown field", "; 67 more"]),
 ])  # fmt: skip
 def test_one_error_names_all_that_is_wrong(served: Served, path: str, content: dict[str, Any], param: str | None, said: list[str]) -> None:
@@ -163,6 +186,12 @@ def test_what_the_api_cannot_carry_is_named(served: Served, path: str, content: 
     assert reply.status_code == 400, reply.text
     for words in said:
         assert words in reply.json()["error"]["message"], reply.text
+
+
+@pytest.mark.parametrize("content", [b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"seed": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff"}'])
+def test_a_body_that_no_parser_reads_says_why(served: Served, content: bytes) -> None:
+    reply = httpx.post(f"{served.http}/v1/completions", content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
+    assert reply.status_code == 400 and "the body cannot be read: it is not UTF-8, is nested too deep" in reply.json()["error"]["message"]
 
 
 def test_the_deepest_values_of_a_template_arrive(served: Served) -> None:

@@ -22,6 +22,14 @@ def regex(text: str) -> Constraint:
     return Constraint(ConstraintKind.REGEX, text)
 
 
+async def test_a_schema_may_be_a_boolean(checker: ConstraintChecker) -> None:
+    anything = Constraint(ConstraintKind.JSON_SCHEMA, " true\n")
+    assert await checker.check(anything, "path") == anything
+    with pytest.raises(Refusal) as caught:
+        await checker.check(Constraint(ConstraintKind.JSON_SCHEMA, "false"), "path")
+    assert "Unsatisfiable" in caught.value.violations[0].description
+
+
 async def leave(caller: "asyncio.Task[Constraint | None]") -> None:
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):

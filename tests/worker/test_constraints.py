@@ -249,9 +249,14 @@ def test_a_constraint_that_outgrows_the_limits(monkeypatch):
     small.admit([admission(0, Constraint(ConstraintKind.JSON_SCHEMA, large), [])])
     monkeypatch.setattr("pagecast_worker.constraints.limits", lambda: LLParserLimits(step_lexer_fuel=5, verbose_errors=False))
     small.admit([admission(1, Constraint(ConstraintKind.REGEX, "(alpha|beta|gamma|[a-z]{3,9}-[0-9]+)+"), [])])
-    followers, kinds = [small.rows[0], small.rows[1]], np.full(2, EARLY, np.int32)
+    monkeypatch.undo()
+    many = json.dumps({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}, "additionalProperties": False})
+    small.admit([admission(2, Constraint(ConstraintKind.JSON_SCHEMA, many), [])])
+    assert not small.rows[2].fault
+    small.rows[2].jump(vocabulary().tokenize_str('{"'))  # to where each of the properties may stand
+    followers, kinds = [small.rows[at] for at in range(3)], np.full(3, EARLY, np.int32)
     assert followers[0].fault == ConstraintFault.TOO_LARGE and not followers[1].fault
-    assert small.masks(followers, np.arange(2), kinds).index.tolist() == [-1, -1]
+    assert small.masks(followers, np.arange(3), kinds).index.tolist() == [-1, -1, -1]
     for follower in followers:
         assert follower.take(5, 0) == FLAG_DEAD | FLAG_LARGE
         assert follower.take(6, FLAG_STOP) == FLAG_STOP  # beyond its end: whatever the device says

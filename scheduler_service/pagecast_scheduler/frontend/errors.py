@@ -214,7 +214,7 @@ _FAULTS = {
     ConstraintFault.INVALID: "does not compile for this model's tokens",
     ConstraintFault.TOO_LARGE: "grows beyond what the server allows",
     ConstraintFault.TIMED_OUT: "takes too long to compile",
-    ConstraintFault.NO_TOKEN: "with the token rules, leaves no token to choose from",
+    ConstraintFault.NO_TOKEN: "with the token rules leaves no token to choose from",
 }
 
 

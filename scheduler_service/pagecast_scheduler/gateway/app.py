@@ -39,6 +39,8 @@ _BODIES = {
 }
 TOLD = "pagecast_told"
 """An attribute of errors that have a log line."""
+_UNREADABLE = "There was an error parsing the body"
+"""FastAPI's word for what its JSON parser gives up on."""
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -168,7 +170,7 @@ class Gateway:
             refusals = asyncio.gather(*(self._backend.refusal(spec, caller(request)) for spec in specs))
             errors = {i: error for i, error in enumerate(await while_connected(request, refusals)) if error is not None}
             if isinstance(asked, schema.CompletionRequest) and asked.has_numbers:
-                found.add_refusals(errors, len(specs))
+                found.add_refusals(errors, len(specs), names)
             else:
                 for error in errors.values():
                     found.add_refusal(error, names)
@@ -295,6 +297,8 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         text = error.detail
+        if error.status_code == 400 and text == _UNREADABLE:
+            text = "the body cannot be read: it is not UTF-8, is nested too deep, or has a number of more digits than fit"
         if error.status_code in (404, 405) and text in ("Not Found", "Method Not Allowed"):
             path = request.url.path
             lacks_v1 = any(getattr(route, "path", "") == f"/v1{path}" for route in app.routes)

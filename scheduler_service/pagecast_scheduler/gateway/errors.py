@@ -1,5 +1,6 @@
 """From our statuses to OpenAI's error shape. One table; a body never holds more than the gRPC status said."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -30,6 +31,7 @@ _PARAM_OF_REASON = {"MODEL_UNKNOWN": "model", "MODEL_NOT_ALLOWED": "model"}
 
 _PARAMS = {
     "spec.sampling.num_sequences": "n",
+    "spec.sampling.allowed_token_ids.ids": "allowed_token_ids",
     "spec.sampling.": "",
     "spec.output.logprobs.top_n": "logprobs",
     "spec.output.prompt_logprobs.top_n": "logprobs",
@@ -44,14 +46,27 @@ _PARAMS = {
     "spec.prompt_token_ids.ids": "prompt",
     "spec.prompt_token_ids": "prompt",
     "spec.chat.template_kwargs": "chat_template_kwargs",
+    "spec.chat.tool_choice.mode": "tool_choice",
+    "spec.chat.tool_choice.name": "tool_choice.function.name",
     "spec.chat.": "",
     "spec.constraint.json_schema": "response_format.json_schema.schema",
+    "spec.constraint": "response_format",
+    "spec.cache.": "",
+    "spec.scheduling.": "",
     "spec.": "",
     "token_ids": "tokens",
     "text": "prompt",
     "chat.": "",
 }
 """Beginning of a field path of the API to what stands for it in an HTTP body; the first that fits is taken."""
+
+_PARTS = tuple((re.compile(pattern), name) for pattern, name in (
+    (r"(?<=^tools\[)(\d+)\]\.(name|description)", r"\1].function.\2"),
+    (r"(?<=^tools\[)(\d+)\]\.parameters_json_schema", r"\1].function.parameters"),
+    (r"(?<=\.tool_calls\[)(\d+)\]\.(name|arguments)", r"\1].function.\2"),
+    (r"\.reasoning_text$", ".reasoning_content"),
+))  # fmt: skip
+"""Inner fields of the API to those of an HTTP body."""
 
 _OWN_FIELD = "spec.request_id"
 """A field that no body has: the gateway fills it."""
@@ -60,6 +75,11 @@ HALF_A_PAIR = "must not hold half of a surrogate pair"
 
 _TEXTS = {"extra_forbidden": "unknown field", "string_unicode": HALF_A_PAIR}
 """What pydantic says less well, by its own word for it."""
+
+_COMPILED = ("spec.constraint", "spec.chat.tools")
+"""Fields of which a compiler may say anything."""
+_PREDICATES = ("must", "matches", "is", "grows", "takes", "does", "with", "needs", "cannot")
+"""How what we say ourselves of such a field goes on from its name."""
 
 MOST_FAULTS = 32
 """Faults that one error names; of more it says how many there are."""
@@ -81,9 +101,9 @@ class Faults(list[Fault]):
         """What a front end says of its fields, but for those that have a fault already, or a part with one."""
         self.extend(self._unknown(_said(error, names)))
 
-    def add_refusals(self, errors: Mapping[int, RpcError], num_prompts: int) -> None:
+    def add_refusals(self, errors: Mapping[int, RpcError], num_prompts: int, names: Mapping[str, str]) -> None:
         """The same for the prompts of one body, by their numbers. What is said of every prompt is told once."""
-        said = {number: _said(error, {}) for number, error in errors.items()}
+        said = {number: _said(error, names) for number, error in errors.items()}
         times = Counter(fault for faults in said.values() for fault in faults)
         found = dict.fromkeys(_numbered(fault, number, times[fault] < num_prompts) for number, faults in said.items() for fault in faults)
         self.extend(self._unknown(found))
@@ -112,6 +132,8 @@ def param_of(path: str, names: Mapping[str, str]) -> str:
     for start, name in _PARAMS.items():
         if path.startswith(start):
             found = name + path.removeprefix(start)
+            for part, inner in _PARTS:
+                found = part.sub(inner, found)
             return names.get(found, found)
     return path
 
@@ -136,7 +158,9 @@ def _numbered(fault: Fault, number: int, is_its_own: bool) -> Fault:
 
 def _told(violation: FieldViolation, names: Mapping[str, str]) -> str:
     """A sentence whose subject is the field, unless the description has one of its own."""
-    between = ": " if violation.description.startswith(("the ", "prompt of ", "keyword ", "$ref ")) else " "
+    first = violation.description.partition(" ")[0]
+    is_compiled = violation.field.startswith(_COMPILED) and first not in _PREDICATES
+    between = ": " if is_compiled or violation.description.startswith(("the ", "prompt of ", "keyword ", "$ref ")) else " "
     return f"{param_of(violation.field, names)}{between}{violation.description}"
 
 

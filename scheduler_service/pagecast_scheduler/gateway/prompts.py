@@ -6,7 +6,7 @@ from typing import Any
 
 from pagecast.errors import RpcError
 from pagecast.v1 import generation_pb2 as pb
-from pagecast_scheduler.gateway import answers, schema
+from pagecast_scheduler.gateway import answers, schema, translate
 from pagecast_scheduler.gateway.backend import Backend, EventStream, Metadata
 from pagecast_scheduler.gateway.errors import Faults, of_rpc
 
@@ -97,7 +97,7 @@ class Prompts:
         errors |= {number: one for number, one in zip(left, begun, strict=True) if isinstance(one, RpcError)}
         named = {number: errors[number] for number in sorted(errors) if errors[number].violations}
         found = Faults()
-        found.add_refusals(named, len(self._specs))
+        found.add_refusals(named, len(self._specs), translate.names_of(self._asked))
         found.refuse(of_rpc(next(iter(named.values())))[1]["error"]["code"])
 
 

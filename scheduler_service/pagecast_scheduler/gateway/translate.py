@@ -32,10 +32,16 @@ def specs_of(body: schema.Generation, found: Faults) -> list[pb.GenerationSpec]:
 
 def names_of(body: schema.Generation) -> dict[str, str]:
     """Fields that a body calls otherwise than errors do by themselves."""
-    if not isinstance(body, schema.ChatCompletionRequest):
-        return {}
-    limit = {} if body.max_completion_tokens is None or body.max_tokens is not None else {"max_tokens": "max_completion_tokens"}
-    return {"logprobs": "top_logprobs"} | limit
+    names = {}
+    for at, token in enumerate(body.logit_bias or ()):  # a list of pairs there, an object here
+        names[f"logit_bias[{at}].token_id"] = names[f"logit_bias[{at}].bias"] = f"logit_bias.{token}"
+    if isinstance(body, schema.ChatCompletionRequest):
+        names["logprobs"] = "top_logprobs"
+        if body.max_completion_tokens is not None and body.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        if body.response_format is None:
+            names["response_format"] = "tool_choice"
+    return names
 
 
 def _completion_specs(body: schema.CompletionRequest, found: Faults) -> list[pb.GenerationSpec]:
