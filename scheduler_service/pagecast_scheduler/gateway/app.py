@@ -33,6 +33,8 @@ log = structlog.get_logger("pagecast.gateway")
 T = TypeVar("T")
 PAGE = Path(__file__).parent / "page"
 _FORWARDED = ("authorization", "traceparent", "tracestate")
+MOST_FORWARDED = 8192
+"""Bytes of these headers together; front ends take no more than twice as much of everything that comes with a call."""
 _BODIES = {
     "/v1/chat/completions": schema.ChatCompletionRequest, "/v1/completions": schema.CompletionRequest,
     "/tokenize": schema.TokenizeRequest, "/detokenize": schema.DetokenizeRequest,
@@ -49,8 +51,14 @@ class CallerGone(Exception):
 
 
 def caller(request: Request) -> Metadata:
-    """The gRPC metadata of an HTTP request: credentials, trace context, and an id that stands in the logs of both."""
-    headers = [(name, value) for name in _FORWARDED if (value := request.headers.get(name)) is not None]
+    """The gRPC metadata of an HTTP request: credentials, trace context, and an id that stands in the logs of both. What is given twice
+    is the front end's to refuse. Raises HTTPException for what no metadata can carry."""
+    headers = [(name, value) for name in _FORWARDED for value in request.headers.getlist(name)]
+    for name, value in headers:
+        if not (value.isascii() and value.isprintable()):
+            raise HTTPException(400, f"the header {name} must be printable ASCII")
+    if (size := sum(len(value) for _, value in headers)) > MOST_FORWARDED:
+        raise HTTPException(431, f"the headers {', '.join(_FORWARDED)} must be at most {MOST_FORWARDED} bytes together, not {size}")
     given = request.headers.get("x-request-id", "")
     return (*headers, ("x-request-id", given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)))
 

@@ -23,6 +23,11 @@ _OF_CODE: dict[str, tuple[int, str]] = {
 }
 """gRPC status to HTTP status and OpenAI's error type; any other status is 500, server_error."""
 
+_OF_REASON = {"MESSAGE_TOO_LARGE": (413, "invalid_request_error")}
+"""The same for reasons that are told otherwise than their status."""
+_TOO_LARGE = "larger than max"
+"""In what a transport says of a message that it refuses unread."""
+
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MODEL_UNKNOWN": "model_not_found", "TOKEN_MISSING": "invalid_api_key"}
 """Reasons for which OpenAI has a word of its own; the others appear in lower case."""
 
@@ -54,6 +59,7 @@ _PARAMS = {
     "spec.cache.": "",
     "spec.scheduling.": "",
     "spec.": "",
+    "metadata.": "",
     "token_ids": "tokens",
     "text": "prompt",
     "chat.": "",
@@ -217,9 +223,10 @@ def body(message: str, kind: str, param: str | None = None, code: str | None = N
 
 def of_rpc(error: RpcError, names: Mapping[str, str] = MappingProxyType({})) -> tuple[int, dict[str, Any], Mapping[str, str]]:
     """HTTP status, body and headers for a failed call. names: as for `param_of`."""
-    status, kind = _OF_CODE.get(error.code, (500, "server_error"))
+    reason = "MESSAGE_TOO_LARGE" if not error.reason and _TOO_LARGE in error.message else error.reason
+    status, kind = _OF_REASON.get(reason) or _OF_CODE.get(error.code, (500, "server_error"))
     param = param_of(error.violations[0].field, names) if error.violations else _PARAM_OF_REASON.get(error.reason)
-    code = _CODES.get(error.reason, error.reason.lower()) or None
+    code = _CODES.get(reason, reason.lower()) or None
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, round(error.retry_after)))
