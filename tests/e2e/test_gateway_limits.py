@@ -1,11 +1,13 @@
 """The HTTP gateway as a process: clients that send a byte now and then, or take nothing of their answers, do not keep connections."""
 
 import json
+import resource
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST
@@ -16,18 +18,25 @@ WHOLE_BODY_S = ARRIVAL_S + LARGEST / 65_536
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    """Of a gateway with small limits and no front end."""
-    limits = ("--http-arrival-s", str(ARRIVAL_S), "--max-message-bytes", str(LARGEST), "--slow-consumer-timeout-s", "1")
-    command = [*PAGECAST, "gateway", "--target", "127.0.0.1:1", "--http-port", "0", "--log-format", "json", *limits]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as gateway:
+@contextmanager
+def gateway(*words: str, files: tuple[int, int] | None = None) -> Iterator[int]:
+    """The port of a gateway without front ends. files: its soft and hard limit on open files, where not ours."""
+    command = [*PAGECAST, "gateway", "--target", "127.0.0.1:1", "--http-port", "0", "--log-format", "json", *words]
+    limit = None if files is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, files)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=limit) as process:
         try:
-            assert gateway.stderr is not None
-            address = next(json.loads(line)["address"] for line in gateway.stderr if '"address"' in line)
+            assert process.stderr is not None
+            address = next(json.loads(line)["address"] for line in process.stderr if '"address"' in line)
             yield int(address.rpartition(":")[2])
         finally:
-            gateway.kill()
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Of a gateway with small limits."""
+    with gateway("--http-arrival-s", str(ARRIVAL_S), "--max-message-bytes", str(LARGEST), "--slow-consumer-timeout-s", "1") as made:
+        yield made
 
 
 @contextmanager
@@ -97,3 +106,15 @@ def test_answers_that_nobody_takes_do_not_keep_their_connection(port: int) -> No
             except (ConnectionResetError, BrokenPipeError):
                 return
     raise AssertionError("a connection is kept whose client reads nothing")
+
+
+@pytest.mark.parametrize(("files", "status"), [((64, 1024), b"200"), ((256, 256), b"503")])
+def test_connections_are_as_many_as_the_system_has_files_for(files: tuple[int, int], status: bytes) -> None:
+    """A shell's own limit is less than the system's; where there is no more, a caller is told so, not hung up on."""
+    with gateway(files=files) as port, ExitStack() as idle:
+        for _ in range(200):
+            idle.enter_context(connected(port))
+        with connected(port) as last:
+            last.settimeout(LIMIT_S)
+            last.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert last.recv(100).startswith(b"HTTP/1.1 %s " % status)

@@ -6,7 +6,6 @@ and the probes' one, plaintext, which answers health checks without credentials 
 """
 
 import os
-import resource
 import socket
 import stat
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import grpc
 from pagecast_scheduler.frontend.authorizer import Authorizer
 from pagecast_scheduler.frontend.certificates import Certificates, server_credentials
 from pagecast_scheduler.frontend.config import FrontendConfig
+from pagecast_scheduler.frontend.file_limit import raise_file_limit
 from pagecast_scheduler.frontend.interceptor import CallInterceptor
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.principals import ANONYMOUS, OPERATOR, Principal
@@ -59,16 +59,6 @@ class Listener:
     def address(self) -> str:
         """The first address."""
         return self.addresses[0]
-
-
-def raise_file_limit() -> int:
-    """Takes all the file descriptors that the system allows this process. Returns how many that are."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(1 << 20, hard if hard != resource.RLIM_INFINITY else 1 << 20)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return soft
 
 
 def connection_cap(config: FrontendConfig, file_limit: int) -> int:

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagecast.errors import WrongAccess
 from pagecast_scheduler.frontend.event_loop import run_until_done
+from pagecast_scheduler.frontend.file_limit import raise_file_limit
 from pagecast_scheduler.gateway.app import TOLD, make_app
 from pagecast_scheduler.gateway.backend import Backend
 from pagecast_scheduler.gateway.certificate import listening_context
@@ -35,7 +36,9 @@ from pagecast_wire import log_lines
 log = structlog.get_logger("pagecast.gateway")
 
 MAX_CONNECTIONS = 4096
-"""Open connections; more are answered 503."""
+"""Open connections; more are answered 503. Where the system allows fewer files than these and RESERVED_FILES, as many as it allows."""
+RESERVED_FILES = 96
+"""File descriptors kept for everything that is no client's connection."""
 SLOWEST_UPLOAD = 64 << 10
 """Bytes a second at which the body of a request must come. Who sends a byte now and then does not keep a connection."""
 
@@ -195,7 +198,7 @@ def settings_of(config: GatewayConfig, app: ASGIApp, is_ending: Callable[[], boo
         LastAnswers(BodyLimit(app, config.max_message_bytes, config.http_arrival_s), is_ending),
         http=partial(Connection, config.http_arrival_s),
         log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # seconds of asyncio's
-        limit_concurrency=MAX_CONNECTIONS, server_header=False, ws="none",
+        limit_concurrency=max(16, min(MAX_CONNECTIONS, raise_file_limit() - RESERVED_FILES)), server_header=False, ws="none",
     )  # fmt: skip
 
 
