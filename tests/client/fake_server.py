@@ -35,7 +35,8 @@ def said(spec: pb.GenerationSpec) -> str:
 
 
 class Script(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers by the prompt's text, or a chat's last: "bad", "busy", "flaky", "slow", "endless", else two tokens. Keeps the requests."""
+    """Answers by the prompt's text, or a chat's last: "bad", "busy", "flaky", "slow", "endless", else two tokens, of "foreign"
+    in two scripts. Keeps the requests."""
 
     def __init__(self) -> None:
         self.asked: list[pb.GenerationSpec] = []
@@ -60,7 +61,7 @@ class Script(generation_pb2_grpc.GenerationServiceServicer):
             {"accepted": pb.AcceptedEvent(request_id="r1", model="m", prompt_tokens=3, effective=pb.EffectiveParameters(seed=5))},
             {"progress": pb.ProgressEvent(phase=pb.PHASE_PREFILLING, prefill_done=1, prefill_total=3, elapsed=Duration(seconds=2))},
             {},  # a kind of event that this client does not know yet
-            {"tokens": pb.TokensEvent(token_ids=[7, 8], text="ab")},
+            {"tokens": pb.TokensEvent(token_ids=[7, 8], text="é語" if said(request.spec) == "foreign" else "ab")},
             {"sequence_finished": pb.SequenceFinishedEvent(reason=pb.FINISH_REASON_STOP, stop_token_id=8, usage=USAGE)},
             {"completed": pb.CompletedEvent(usage=USAGE, timings=TIMINGS, num_recoveries=1)},
         )

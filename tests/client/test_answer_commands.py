@@ -81,6 +81,14 @@ def test_what_is_no_text_is_said(server: FakeServer, words: list[Any], errors: s
     assert server.script.asked == []
 
 
+@pytest.mark.parametrize("words", [["generate", "foreign"], ["chat"]])
+def test_what_a_terminal_has_no_letter_for_is_shown_by_its_number(server: FakeServer, words: list[str]) -> None:
+    command = [*PAGECAST, *words, "--target", server.target]
+    env = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, capture_output=True, input=b"foreign\n", timeout=120, env=env)
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == "é\\u8a9e".encode("latin-1"), done
+
+
 class Replayed(list):
     """A stream of events that were made before."""
 

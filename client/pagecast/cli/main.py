@@ -1,6 +1,7 @@
 """`pagecast COMMAND ...`: finds the command, loads its module alone, runs it, and turns what went wrong into one line and an exit code."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -48,6 +49,8 @@ _QUIET = "GRPC_VERBOSITY"
 def main(argv: list[str] | None = None) -> int:
     """Run one command line. Exit codes: 0 done, 1 failed, 2 cannot work as it was asked, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not of UTF-8 has no letter for much that models say
     if not words or words[0] in ("-h", "--help"):
         return _told("pagecast", partial(_help, 0 if words else 2))
     command, rest = ("version" if words[0] == "--version" else words[0]), words[1:]
