@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from pagecast.errors import HubError
 
@@ -17,6 +18,9 @@ PATTERNS = (
     "chat_template.json",
 )
 """What is fetched. Never *.py, *.bin or *.pt, which hold code."""
+LEFT = ("consolidated*.safetensors", "*/*")
+"""What is not although its name would do: Mistral's folders hold all weights a second time, others have folders for other programs."""
+_CHOICE: dict[str, Any] = {"allow_patterns": list(PATTERNS), "ignore_patterns": list(LEFT)}
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -34,7 +38,7 @@ def find(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS), local_files_only=True))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True, **_CHOICE))
     except (LocalEntryNotFoundError, ValueError):
         return None
     return folder if _is_whole(folder) else None
@@ -67,7 +71,7 @@ def pull(name: str, revision: str | None = None) -> Path:
     if constants.HF_HUB_OFFLINE:
         raise HubError(f"model {name} is not here, and HF_HUB_OFFLINE forbids to fetch it")
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS), etag_timeout=_TIMEOUT_S))
+        folder = Path(snapshot_download(name, revision=revision, etag_timeout=_TIMEOUT_S, **_CHOICE))
     except GatedRepoError:
         raise HubError(f"model {name} at {where} wants its terms accepted and a token in HF_TOKEN") from None
     except RepositoryNotFoundError:

@@ -15,13 +15,15 @@ from pagecast import hub
 NAME = "some-org/some.model-1B"
 FILES = {
     "config.json": b'{"architectures": ["LlamaForCausalLM"]}', "tokenizer.json": b"{}", "README.md": b"# words",
-    "modeling_own.py": b"raise SystemExit", "pytorch_model.bin": b"code",
+    "modeling_own.py": b"raise SystemExit", "pytorch_model.bin": b"code", "consolidated.safetensors": b"the same once more",
+    "onnx/model.safetensors": b"and for something else",
     "model-00001-of-00002.safetensors": os.urandom(300_000), "model-00002-of-00002.safetensors": os.urandom(1000),
     "model.safetensors.index.json": json.dumps(
         {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     ).encode(),
 }  # fmt: skip
-FETCHED = {name for name in FILES if name not in ("README.md", "modeling_own.py", "pytorch_model.bin")}
+LEFT = ("README.md", "modeling_own.py", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors")
+FETCHED = {name for name in FILES if name not in LEFT}
 
 
 @pytest.fixture
