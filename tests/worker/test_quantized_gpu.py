@@ -66,7 +66,7 @@ MIXTURES = {
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_on_a_gpu_compute_what_they_do_on_a_cpu(tmp_path, name, quantization):
-    folder, _ = write_family(name, tmp_path, vocab_size=512, hidden_size=128, **MIXTURES[name])
+    folder, _ = write_family(name, tmp_path, vocab_size=512, hidden_size=128, max_position_embeddings=256, **MIXTURES[name])
     want = run(make(folder, "cpu", "float32", quantization=quantization))[1]
     eager = make(folder, "cuda", "bfloat16", enforce_eager=True, quantization=quantization)
     graphs = make(folder, "cuda", "bfloat16", quantization=quantization)
