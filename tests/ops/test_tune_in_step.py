@@ -43,7 +43,7 @@ class Chip:
     """A clock that only graphs move, and what a stopwatch does to it. Its graphs are their launches' microseconds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_us, self.replayed, self.log = 0.0, list[tuple[Choice, float]](), list[str]()
+        self.now_us, self.log = 0.0, list[str]()
         chip = self
 
         class Event:
