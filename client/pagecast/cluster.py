@@ -71,10 +71,7 @@ def check(chosen: Mapping[str, Any]) -> str | None:
     """Raises StartError for the first value that a role would refuse, before anything is started. Returns one line of what will be less
     than asked for, or None."""
     try:
-        configs = {
-            role: roles.configuration(role, _role_values(role, chosen, "/run"))
-            for role in (*options.ROLES, *([options.GATEWAY] if chosen["http_port"] is not None else []))
-        }
+        configs = {role: roles.configuration(role, _role_values(role, chosen, "/run")) for role in (*options.ROLES, options.GATEWAY)}
         note = roles.check_model(configs[options.WORKER], here=chosen["launcher"] != "ray")
     except ValueError as error:
         raise StartError(str(error), 2) from None
