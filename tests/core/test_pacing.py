@@ -39,9 +39,10 @@ def offer(cluster, outputs, **values):
 OUTPUTS = [LONGEST, *range(4, LONGEST - 20, 4)]
 
 
-def test_all_end_with_the_longest_and_prompts_are_spread():
+@pytest.mark.parametrize("limits", [{}, {"deadline_ms": 86_400_000}], ids=["no limit", "a server's own"])
+def test_all_end_with_the_longest_and_prompts_are_spread(limits):
     cluster = wide()
-    offer(cluster, reversed(OUTPUTS), priority=Priority.BATCH)
+    offer(cluster, reversed(OUTPUTS), priority=Priority.BATCH, **limits)
     cluster.run()
     assert len(cluster.plans) <= LONGEST + SPARE
     assert all(stream.tokens == stream.expected for stream in cluster.streams.values())
@@ -67,7 +68,7 @@ def test_one_with_a_limit_holds_nobody_up(limit):
 def test_one_in_a_hurry_ends_the_patience_of_all():
     cluster = wide()
     offer(cluster, OUTPUTS, priority=Priority.BATCH)
-    assert prefill(cluster.plan()) <= policy.FLAT_STEP + policy.PREFILL_GRAIN
+    assert prefill(cluster.plan()) <= policy.FLAT_STEP + policy.STEP_GRAIN
     cluster.apply()
     cluster.submit(99, prompt(99), 5, priority=Priority.INTERACTIVE)
     plan = cluster.plan()
@@ -148,6 +149,7 @@ def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, 
 @given(needed=st.floats(0, 5000), steps=st.integers(1, 100), decodes=st.integers(0, 300))
 def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes):
     tokens = policy.paced_prefill(needed, steps, decodes)
-    assert (decodes + tokens) % policy.PREFILL_GRAIN == 0 or not tokens
-    assert tokens >= needed * steps or (not tokens and needed * steps < policy.PREFILL_GRAIN)
-    assert decodes + tokens >= policy.FLAT_STEP or (not tokens and decodes > policy.FLAT_STEP - policy.PREFILL_GRAIN)
+    assert (decodes + tokens) % policy.STEP_GRAIN == 0 or not tokens
+    assert tokens >= needed * steps or (not tokens and needed * steps < policy.LEAST_PREFILL)
+    assert decodes + tokens >= policy.FLAT_STEP or (not tokens and decodes > policy.FLAT_STEP - policy.LEAST_PREFILL)
+    assert tokens or decodes, "nobody would ever run"

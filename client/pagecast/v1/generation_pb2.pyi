@@ -86,7 +86,8 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     """As NORMAL."""
     PRIORITY_BATCH: _Priority.ValueType  # 1
     """For many requests of which all that counts is when the last one ends: the largest max_output_tokens are admitted first, and prompts
-    are computed no sooner than they must be. One with a deadline, a time_budget or a max_queue_time begins as soon as it can.
+    are computed no sooner than they must be. One with a deadline, a time_budget or a max_queue_time within ten minutes begins as soon as
+    it can.
     """
     PRIORITY_NORMAL: _Priority.ValueType  # 2
     PRIORITY_INTERACTIVE: _Priority.ValueType  # 3
@@ -97,7 +98,8 @@ PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
 """As NORMAL."""
 PRIORITY_BATCH: Priority.ValueType  # 1
 """For many requests of which all that counts is when the last one ends: the largest max_output_tokens are admitted first, and prompts
-are computed no sooner than they must be. One with a deadline, a time_budget or a max_queue_time begins as soon as it can.
+are computed no sooner than they must be. One with a deadline, a time_budget or a max_queue_time within ten minutes begins as soon as
+it can.
 """
 PRIORITY_NORMAL: Priority.ValueType  # 2
 PRIORITY_INTERACTIVE: Priority.ValueType  # 3

@@ -16,11 +16,13 @@ MOST_STEPS_WITHOUT_PREFILL = 3
 """For how many steps little prefill is put off where decodes fill the rows. An idle row of 256 costs 1/256 of each, a step with prefill a
 tenth more than one without, whatever its tokens: three gain nearly all there is."""
 
-FLAT_STEP = 192
+FLAT_STEP = 256
 """Up to about so many tokens a step takes little longer than with one, as reading the weights takes longer than the products (H200, 8B
 parameters: 4.0 ms of products at 48 tokens, 4.7 at 192, 5.9 at 256)."""
-PREFILL_GRAIN = 64
-"""Paced prefill comes in no fewer tokens: a step with any takes some tenths of a millisecond longer than one without."""
+LEAST_PREFILL = 192
+"""Paced prefill comes in no fewer tokens: a step with any takes about a millisecond longer than one without, besides its products."""
+STEP_GRAIN = 64
+"""A step with prefill is padded to a multiple of so many tokens, so paced prefill fills one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,9 @@ def paced_prefill(needed: float, steps: int, num_decodes: int) -> int:
     """Prefill tokens of a step beside `num_decodes`, where a step needs `needed` of them and the last prefill was `steps` ago. What decodes
     leave of a flat step costs next to nothing, so it is filled; 0: more is to come together first."""
     wanted = max(ceil(needed * steps), FLAT_STEP - num_decodes)
-    if wanted < PREFILL_GRAIN:
+    if wanted < LEAST_PREFILL and num_decodes:
         return 0
-    return -(-(num_decodes + wanted) // PREFILL_GRAIN) * PREFILL_GRAIN - num_decodes
+    return -(-(num_decodes + wanted) // STEP_GRAIN) * STEP_GRAIN - num_decodes
 
 
 def choose_victim(candidates: list[Running], requester: Running) -> Running | None:

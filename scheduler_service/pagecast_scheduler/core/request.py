@@ -17,6 +17,9 @@ from pagecast_wire.sampling import SamplingParams
 NEVER = 1 << 62
 """A time that does not come."""
 
+PATIENT_US = 600_000_000
+"""A limit that is so far away, such as a server's own on any request, puts nobody of class BATCH in a hurry."""
+
 TOKEN_US = 10_000
 """What an output token is taken to need, where outputs are only compared with each other."""
 
@@ -68,8 +71,9 @@ class Request:
 
     @property
     def is_patient(self) -> bool:
-        """Whether all that counts is when the last of many such requests ends: class BATCH, and no limit on its time."""
-        return self.submit.priority == Priority.BATCH and min(self.deadline, self.budget_end, self.queue_end) >= NEVER
+        """Whether all that counts is when the last of many such requests ends: class BATCH, and no limit on its time that is near."""
+        first = min(self.deadline, self.budget_end, self.queue_end)
+        return self.submit.priority == Priority.BATCH and first - self.arrival >= PATIENT_US
 
     @property
     def due(self) -> int:

@@ -1,0 +1,39 @@
+"""A list of prompts through LLM, all the way to the plans: computed just in time, where the same in class normal is computed at once."""
+
+from pathlib import Path
+
+import pytest
+
+from pagecast import LLM, SamplingParams
+from pagecast_scheduler.core import policy
+from pagecast_scheduler.engine.replay import read
+from pagecast_wire.codec import decode, view_u32
+from pagecast_wire.plan import StepPlan
+
+COUNT, LENGTH, LONGEST = 24, 100, 80
+
+
+def prefills(recording: Path) -> list[int]:
+    """Prompt tokens of every plan that has more than one: what looks whether workers answer has one."""
+    plans: list[StepPlan] = [decode(body, "to_worker") for _, kind, body in read(recording) if kind == "plan"]
+    return [total for plan in plans if (total := sum(view_u32(plan.chunk_lengths).tolist())) > 1]
+
+
+@pytest.mark.parametrize("priority", ["batch", "normal"])
+def test_prompts_are_computed_when_they_must_be(tmp_path: Path, priority: str) -> None:
+    """Steps so slow that all requests have come before the second one. The first prompts are those of the longest outputs."""
+    recording = tmp_path / "recording"
+    options = {"num_frontends": 1, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 8192, "oracle_step_us": 20_000}
+    prompts = [[number + 3] * LENGTH for number in range(COUNT)]
+    params = [SamplingParams(max_tokens=4 + 3 * number, ignore_eos=True, detokenize=False) for number in range(COUNT)]
+    params[0] = SamplingParams(max_tokens=LONGEST, ignore_eos=True, detokenize=False)
+    asked = {} if priority == "batch" else {"priority": priority}
+    with LLM(executor="oracle", record=str(recording), **options) as llm:
+        outputs = llm.generate(prompts, params, **asked)  # type: ignore[arg-type]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
+    tokens = prefills(recording)
+    assert sum(tokens) == COUNT * LENGTH
+    if priority == "batch":
+        assert max(tokens) <= policy.FLAT_STEP + policy.STEP_GRAIN and len(tokens) >= COUNT * LENGTH // (2 * policy.FLAT_STEP)
+    else:
+        assert max(tokens) > 2 * policy.FLAT_STEP
