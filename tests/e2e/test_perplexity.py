@@ -7,8 +7,10 @@ import pytest
 import torch
 from worker.family_model import write_family
 from worker.smollm2 import tokenizer, transformers_model
+from worker.tiny_model import write_tokenizer
 
 from pagecast.cli import main, perplexity
+from pagecast_worker.quantizing import run
 
 TEXT = "The scheduler decides what each step computes. A worker applies plans in the order they come and decides nothing. " * 6
 
@@ -58,3 +60,16 @@ def test_quantize_writes_a_folder_and_says_where(capsys, tmp_path):
     assert main.main(["quantize", str(source), str(tmp_path / "out"), "--to", "rtn-int4", "--device", "cpu"]) == 0
     assert f"rtn-int4 checkpoint in {tmp_path / 'out'}" in capsys.readouterr().out
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_quantize_calibrates_on_as_many_pieces_of_a_text_as_it_is_told(capsys, tmp_path, monkeypatch):
+    source, _ = write_family("LlamaForCausalLM", tmp_path / "plain", hidden_size=128, intermediate_size=256, head_dim=32)
+    write_tokenizer(source)
+    (tmp_path / "text").write_text("words upon words " * 40)
+    jobs = []
+    monkeypatch.setattr(run, "quantize", lambda job, show: jobs.append(job))
+    words = ["quantize", str(source), str(tmp_path / "out"), "--to", "gptq", "--device", "cpu", "--calibration", str(tmp_path / "text")]
+    assert main.main([*words, "--samples", "3", "--sample-tokens", "16"]) == 0
+    assert [len(piece) for piece in jobs[0].sequences] == [16, 16, 16]
+    assert main.main([*words, "--sample-tokens", "100000"]) == 2
+    assert "--calibration must have at least --sample-tokens 100000 tokens, got " in capsys.readouterr().err
