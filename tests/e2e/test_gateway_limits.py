@@ -6,9 +6,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
+import httpx
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST
 
@@ -52,13 +53,19 @@ def dripped(connection: socket.socket, begun: bytes, drip: bytes) -> tuple[bytes
     """What answers a request that goes on a piece at a time, ten a second, and after how many seconds it was there."""
     connection.sendall(begun)
     connection.settimeout(0.1)
-    start = time.monotonic()
+    start, answer, crossed = time.monotonic(), b"", (ConnectionResetError, BrokenPipeError)  # what a piece meets that comes too late
     while time.monotonic() < start + LIMIT_S:
         try:
-            answer = connection.recv(1 << 16)
-            return answer, time.monotonic() - start
+            piece = connection.recv(1 << 16)
         except TimeoutError:
-            connection.sendall(drip)
+            with suppress(*crossed):
+                connection.sendall(drip)
+            continue
+        except crossed:
+            piece = b""
+        answer += piece
+        if not piece:
+            return answer, time.monotonic() - start
     raise AssertionError("who sends a byte now and then keeps the connection")
 
 
@@ -118,3 +125,18 @@ def test_connections_are_as_many_as_the_system_has_files_for(files: tuple[int, i
             last.settimeout(LIMIT_S)
             last.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             assert last.recv(100).startswith(b"HTTP/1.1 %s " % status)
+
+
+@pytest.mark.parametrize("content", [
+    b'{"prompt": "x", ' + b", ".join(b'"x%d": 1' % number for number in range(200_000)) + b"}",
+    b'{"prompt": [' + b'"\\ud800", ' * 200_000 + b'"x"]}',
+    b'{"prompt": "x", "logit_bias": {' + b", ".join(b'"%d": "x"' % number for number in range(200_000)) + b"}}",
+    b'{"prompt": "x", "bad_words": [' + b"1, " * 200_000 + b"1]}",
+], ids=["unknown fields", "halves of pairs", "biases", "words"])  # fmt: skip
+def test_a_body_of_nothing_but_faults_is_answered(content: bytes) -> None:
+    """Comparing each with each would take hours, in which nobody else is answered."""
+    with gateway() as port:
+        headers = {"Content-Type": "application/json"}
+        reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", content=content, headers=headers, timeout=LIMIT_S)
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["message"].startswith("the body has 2000") and "too many to name" in error["message"]

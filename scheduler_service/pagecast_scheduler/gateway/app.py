@@ -172,9 +172,10 @@ class Gateway:
 
     async def _specs(self, request: Request, asked: schema.Generation, found: Faults) -> list[pb.GenerationSpec]:
         """What to ask the front ends. Where anything is wrong they are asked what else is, and BadBody is raised."""
-        specs, names = translate.specs_of(asked, found), translate.names_of(asked)
-        request.state.names = names
+        specs = translate.specs_of(asked, found)
+        request.state.asked = asked
         if found:
+            names = translate.names_of(asked)
             refusals = asyncio.gather(*(self._backend.refusal(spec, caller(request)) for spec in specs))
             errors = {i: error for i, error in enumerate(await while_connected(request, refusals)) if error is not None}
             if isinstance(asked, schema.CompletionRequest) and asked.has_numbers:
@@ -285,7 +286,8 @@ def _model(one: Any) -> dict[str, Any]:
 def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     @app.exception_handler(RpcError)
     async def failed(request: Request, error: RpcError) -> Response:
-        status, content, headers = of_rpc(error, getattr(request.state, "names", {}))
+        asked = getattr(request.state, "asked", None)
+        status, content, headers = of_rpc(error, {} if asked is None else translate.names_of(asked))
         return JSONResponse(content, status, dict(headers))
 
     @app.exception_handler(BadBody)

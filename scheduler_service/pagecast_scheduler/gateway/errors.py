@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pagecast.errors import FieldViolation, RpcError
+from pagecast_scheduler.gateway.schema import TOO_MANY
 
 _OF_CODE: dict[str, tuple[int, str]] = {
     "INVALID_ARGUMENT": (400, "invalid_request_error"),
@@ -120,6 +121,8 @@ class Faults(list[Fault]):
             raise BadBody(self, code)
 
     def _unknown(self, faults: Iterable[Fault]) -> list[Fault]:
+        if len(self) >= MOST_FAULTS:
+            return []  # none of them would be told
         known = [param for _, param in self if param is not None]
         return [fault for fault in faults if fault[1] is None or not any(_are_one(fault[1], one) for one in known)]
 
@@ -183,12 +186,15 @@ def faults_of(errors: Sequence[Mapping[str, Any]]) -> Faults:
     """What pydantic found. A value that could have been one of several kinds is a fault once, and what it could have held none."""
     found: dict[str, list[str]] = {}
     halves = {_path(error["loc"]) for error in errors if error["type"] == "string_unicode" and len(error["loc"]) > 1}
+    with_half = halves.union(*map(_around, halves))
     for error in errors:
         place = _path(error["loc"])
-        if error["type"] != "string_unicode" and any(_is_within(half, place) for half in halves):
+        if error["type"] != "string_unicode" and place in with_half:
             continue  # this alternative is not meant
         if error["type"] == "json_invalid":  # its place is a number of characters, not a field
             found.setdefault("", []).append(f"the body is not JSON: {error['ctx']['error']}")
+        elif len(error["loc"]) == 1 and error["type"] == TOO_MANY:
+            found.setdefault("", []).append(f"the body {error['msg']}")
         elif len(error["loc"]) == 1 and error["type"] == "string_unicode":
             found.setdefault("", []).append(f"a field's name {HALF_A_PAIR}")
         elif len(error["loc"]) == 1:
@@ -198,11 +204,16 @@ def faults_of(errors: Sequence[Mapping[str, Any]]) -> Faults:
             found.setdefault(place, []).append(_TEXTS.get(error["type"], error["msg"]))
     faults = Faults()
     for path, texts in found.items():
-        if not any(path != other and _is_within(path, other) for other in found if other):
+        if found.keys().isdisjoint(_around(path)):
             others = [text.removeprefix("Input should be ") for text in dict.fromkeys(texts) if text != texts[0]]
             text = " or ".join([texts[0], *others])
             faults.add(f"{path[:_MOST_PATH]}: {text}" if path else text, path[:_MOST_PATH] or None)
     return faults
+
+
+def _around(path: str) -> set[str]:
+    """The paths of all that a field is within."""
+    return {path[:at] for at, letter in enumerate(path) if at and letter in ".["}
 
 
 def _path(location: Sequence[int | str]) -> str:

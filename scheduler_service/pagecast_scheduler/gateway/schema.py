@@ -4,18 +4,35 @@ Ranges are not checked here: the front end owns the table of limits, and its wor
 cannot change an answer (who asks, how a provider bills, what it stores) are taken and have no effect.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, StrictInt, Tag, ValidationError, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
+from pydantic_core import PydanticCustomError
 
 Unsigned32 = Annotated[StrictInt, Field(ge=0, lt=1 << 32)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+
+TOO_MANY = "too_many_faults"
+"""The type of the one error that stands for more than MOST_NAMED."""
+MOST_NAMED = 1000
+"""Errors of one object that are looked at one by one: a small body can hold a million."""
 
 
 class _Body(BaseModel):
     # A smallest length, even of 0, has pydantic look at the characters of every text and name: JSON's escapes can write halves of
     # surrogate pairs, which the gRPC API cannot carry.
     model_config = ConfigDict(extra="forbid", str_min_length=0)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _bounded(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return validate(given)
+        except ValidationError as error:
+            if error.error_count() <= MOST_NAMED:
+                raise
+            raise PydanticCustomError(TOO_MANY, "has {count} faults, too many to name", {"count": error.error_count()}) from None
 
 
 class StreamOptions(_Body):
@@ -136,7 +153,7 @@ class Message(_Body):
     """One message. Images, audio and files in its content are refused: no model here takes them."""
 
     role: str
-    content: str | list[TextPart | dict[str, Any]] | None = None
+    content: str | Annotated[list[TextPart | dict[str, Any]], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
