@@ -10,7 +10,7 @@ from pagecast_scheduler.engine.replay import read
 from pagecast_wire.codec import decode, view_u32
 from pagecast_wire.plan import StepPlan
 
-COUNT, LENGTH, LONGEST = 24, 100, 80
+COUNT, LENGTH, LONGEST = 24, 100, 120
 
 
 def prefills(recording: Path) -> list[int]:
@@ -34,6 +34,7 @@ def test_prompts_are_computed_when_they_must_be(tmp_path: Path, priority: str) -
     tokens = prefills(recording)
     assert sum(tokens) == COUNT * LENGTH
     if priority == "batch":
-        assert max(tokens) <= policy.FLAT_STEP + policy.STEP_GRAIN and len(tokens) >= COUNT * LENGTH // (2 * policy.FLAT_STEP)
+        # Before the longest one has come, the next ones are as urgent as it: five at most are of nearly the same length.
+        assert max(tokens) <= 2 * policy.FLAT_STEP and len(tokens) >= COUNT * LENGTH // (2 * policy.FLAT_STEP)
     else:
-        assert max(tokens) > 2 * policy.FLAT_STEP
+        assert max(tokens) > 3 * policy.FLAT_STEP

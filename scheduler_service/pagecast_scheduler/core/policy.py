@@ -45,11 +45,13 @@ def urgency(priority: int, waited_us: int, ageing_us: int) -> int:
 
 
 def paced_prefill(needed: float, steps: int, num_decodes: int) -> int:
-    """Prefill tokens of a step beside `num_decodes`, where a step needs `needed` of them and the last prefill was `steps` ago. What decodes
-    leave of a flat step costs next to nothing, so it is filled; 0: more is to come together first."""
-    wanted = max(ceil(needed * steps), FLAT_STEP - num_decodes)
+    """Prefill tokens of a step beside `num_decodes`, where every step from here on needs `needed` of them and the last prefill was `steps`
+    ago. What decodes leave of a flat step costs next to nothing, so it is filled; 0: more is to come together first."""
+    wanted = max(ceil(needed), FLAT_STEP - num_decodes)
     if wanted < LEAST_PREFILL and num_decodes:
-        return 0
+        if needed * steps < LEAST_PREFILL:
+            return 0
+        wanted = LEAST_PREFILL
     return -(-(num_decodes + wanted) // STEP_GRAIN) * STEP_GRAIN - num_decodes
 
 
