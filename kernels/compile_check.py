@@ -29,7 +29,7 @@ from attention_variants import (
 from few_rows_variants import few_rows_variants
 from one_row_variants import rotating_variants
 from product_variants import expert_variants, quantized_expert_variants, quantized_variants, wide_expert_variants
-from row_variants import all_reduce_variants, row_variants, shard_variants, step_variants
+from row_variants import all_reduce_variants, row_variants, shard_variants, step_variants, telling_variants
 from triton.runtime import jit
 
 from pagecast_kernels import absent_gpu, configs
@@ -73,6 +73,7 @@ def main() -> int:
     compiled = compile_only(args.arch)
     bad = 0
     kinds = (hopper_variants, hopper_byte_variants, latent_hopper_variants, wide_expert_variants, rotating_variants, few_rows_variants)
+    kinds += (telling_variants,)
     hopper = [variant for kind in kinds for variant in kind()] if args.arch == 90 else []
     every = [*attention_variants(), *hopper, *all_reduce_variants(), *shard_variants(), *quantized_variants(), *step_variants()]
     every += quantized_expert_variants()

@@ -1,6 +1,7 @@
 """Rotary embedding, optional q/k norm and the write of K and V into the paged cache, in one pass over qkv.
 
-On the way in, qkv may be scaled as RMSNorm of the rows that it was made from would have done it, and get a bias.
+On the way in, qkv may be scaled as RMSNorm of the rows that it was made from would have done it, and get a bias. On Hopper the launch
+after, if it is one that waits by itself, as decode attention does, is made ready beside this one.
 
 A program takes one token and HEADS heads of its q|k|v row as two tiles, the first and the second half of each head, so that
 rotation needs no exchange between threads. Heads of q go to `out_q`, heads of k and v to the token's slot.
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from pagecast_kernels import configs
 from pagecast_kernels.row_scales import heads_and_warps, row_scale
@@ -62,7 +64,10 @@ def _rope_and_write_kv(
     LANES: tl.constexpr,
     HEADS: tl.constexpr,
     HIDDEN: tl.constexpr,
+    TELLS: tl.constexpr,
 ):
+    if TELLS:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, LANES)
@@ -153,6 +158,7 @@ def rope_and_write_kv(
     _rope_and_write_kv[(tokens, triton.cdiv(heads, together))](
         qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, residual, bias, q_norm, k_norm, k_scale, v_scale, out_q, qkv.stride(0),
         hidden, eps, residual is not None, bias is not None, q_norm is not None, k_norm is not None, k_scale is not None, num_heads,
-        num_kv_heads, k_cache.shape[2], half, lanes, together, triton.next_power_of_2(hidden), num_warps=warps,
+        num_kv_heads, k_cache.shape[2], half, lanes, together, triton.next_power_of_2(hidden), configs.is_hopper(qkv.device),
+        num_warps=warps,
     )  # fmt: skip
     return out_q
