@@ -2,7 +2,10 @@
 
 import asyncio
 import re
+from collections.abc import Callable
+from string import printable
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -78,6 +81,32 @@ async def test_field_violations_reach_the_caller_with_their_paths(rig: Rig) -> N
     fields = [v.field for v in details(error)[1]["BadRequest"].field_violations]
     assert fields == ["spec.prompt_token_ids.ids[0]", "spec.sampling.temperature", "spec.sampling.top_p"]
     assert "RetryInfo" not in details(error)[1]
+
+
+def _bad_roles(spec: pb.GenerationSpec) -> None:
+    for _ in range(1024):
+        spec.chat.messages.add(role="é" * 64, content="x")
+
+
+def _images(spec: pb.GenerationSpec) -> None:
+    spec.chat.messages.add(role="user", parts=[pb.ContentPart(image=pb.Media()) for _ in range(100_000)])
+
+
+def _bad_sequences(spec: pb.GenerationSpec) -> None:
+    spec.prompt_text = "x"
+    spec.sampling.bad_token_sequences.extend(pb.TokenIds(ids=[1 << 31] * 100) for _ in range(128))
+
+
+@pytest.mark.parametrize("fill", [_bad_roles, _images, _bad_sequences])
+async def test_as_many_violations_reach_the_caller_as_trailers_hold(rig: Rig, fill: Callable[[pb.GenerationSpec], None]) -> None:
+    """Of trailers above a client's limit nothing arrives but RESOURCE_EXHAUSTED, which is said of its own limit."""
+    spec = pb.GenerationSpec()
+    fill(spec)
+    error = await failure(rig.generation.Generate(pb.GenerateRequest(spec=spec)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and (error.details() or "").endswith("; and more")
+    status, found = details(error)
+    assert len(found["BadRequest"].field_violations) >= 3
+    assert len(quote(error.details() or "", safe=printable)) + 4 * len(status.SerializeToString()) // 3 < 8000
 
 
 async def test_a_prompt_too_long_names_limit_and_actual(rig: Rig) -> None:

@@ -1,9 +1,11 @@
 """Tokenizers: equal to transformers' own, from a file and from a folder; templates in their sandbox."""
 
+import asyncio
 import json
+from collections.abc import Coroutine
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -13,11 +15,13 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from pagecast_scheduler.frontend import chat
+from pagecast_scheduler.frontend.prompts import PromptMaker
 from pagecast_scheduler.frontend.sampling_rules import SamplingDefaults
 from pagecast_scheduler.frontend.token_pieces import pieces_of
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer, ModelTokenizer, load_tokenizer
 from pagecast_wire.gguf_metadata import GgufError, read_metadata
 
+T = TypeVar("T")
 TEXTS = [
     "",
     " ",
@@ -98,6 +102,26 @@ def test_a_folder_gives_the_same_ids_and_its_sampling_defaults(folder: Path, the
     for text in TEXTS:
         assert ours.encode(text) == theirs(text)["input_ids"]
     assert ours.defaults == SamplingDefaults(temperature=1.0, top_k=40, top_p=0.9)
+
+
+async def test_other_calls_go_on_while_a_long_text_is_worked_on(gguf: Path) -> None:
+    """A thread of its own is of no use to whoever holds the interpreter's lock."""
+    maker = PromptMaker(load_tokenizer(str(gguf)))
+    await maker.tokenize("warm " * 1000, True, "text", None)  # its thread runs now
+    ids = await others_run(maker.tokenize("don't " * 300_000, True, "text", None))
+    assert len(ids) > 300_000
+    await others_run(maker.detokenize(ids * 10, True))
+    maker.close()
+
+
+async def others_run(work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, which must not hold up this loop from its beginning to its end."""
+    task, turns = asyncio.create_task(work), 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 20
+    return task.result()
 
 
 def test_the_bound_on_bytes_per_token_holds(gguf: Path) -> None:

@@ -128,6 +128,17 @@ _FIELD_OF_WIRE = {
 }
 
 
+MOST_TOLD = 1800
+"""Characters of violations in a status. They stand in the call's message and, in base64, twice in its details: together below 8 KiB."""
+_AROUND_VIOLATION = 12
+_MOST_PATH, _MOST_TEXT = 200, 1000
+
+
+def _trailer_size(text: str) -> int:
+    """Characters that a text takes in a status message, where bytes that are not ASCII take three each."""
+    return len(text) if text.isascii() else sum(1 if byte < 128 else 3 for byte in text.encode("utf-8", "replace"))
+
+
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One invalid field: its path in the request, and what is wrong with it (limit and value included)."""
@@ -148,11 +159,22 @@ class Refusal(Exception):
     quota: tuple[str, str] | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
+    def told(self) -> tuple[Violation, ...]:
+        """The violations that fit into trailers. What is larger than 8 KiB clients refuse, and the call's own status with it."""
+        left, kept = MOST_TOLD, []
+        for violation in self.violations:
+            cut = Violation(violation.field[:_MOST_PATH], violation.description[:_MOST_TEXT])
+            left -= _trailer_size(cut.field) + _trailer_size(cut.description) + _AROUND_VIOLATION
+            if left < 0 and kept:
+                break
+            kept.append(cut)
+        return tuple(kept)
+
     def status(self) -> status_pb2.Status:
         """The google.rpc.Status with every detail that fits."""
         details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason.name, domain=DOMAIN, metadata=self.metadata)]
         if self.violations:
-            fields = [error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description) for v in self.violations]
+            fields = [error_details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description) for v in self.told()]
             details.append(error_details_pb2.BadRequest(field_violations=fields))
         if self.resource is not None:
             kind, name = self.resource
@@ -179,7 +201,11 @@ class Refusal(Exception):
     def text(self) -> str:
         """The status message."""
         text = self.message or self.reason.value[1]
-        return f"{text}: {'; '.join(f'{v.field}: {v.description}' for v in self.violations)}" if self.violations else text
+        if not self.violations:
+            return text
+        told = self.told()
+        more = "; and more" if len(told) < len(self.violations) else ""
+        return f"{text}: {'; '.join(f'{v.field}: {v.description}' for v in told)}{more}"
 
     def trailers(self) -> Metadata:
         """Trailing metadata: the binary status and, with RetryInfo, gRPC's own pushback."""

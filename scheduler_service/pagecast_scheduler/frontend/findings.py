@@ -12,11 +12,16 @@ MAX_NAMED_IDS = 8
 """Token ids that are named, where no more than so many faults were found before; of every list one is."""
 
 
+MOST_KEPT = 256
+"""Violations of one request that are kept; a message can hold a million."""
+
+
 class Findings(list[Violation]):
     """Violations so far."""
 
     def add(self, path: str, description: str) -> None:
-        self.append(Violation(path, description))
+        if len(self) < MOST_KEPT:  # many more than a status tells of
+            self.append(Violation(path, description))
 
     def number(self, path: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
         """Checks that a number is finite and in [low, high], or (low, high]."""

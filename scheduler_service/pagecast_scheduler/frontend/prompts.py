@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class PromptMaker:
-    """Tokenizes and renders for every service, so that they agree. The tokenizers library lets other threads run meanwhile."""
+    """Tokenizes and renders for every service, so that they agree. Other threads run meanwhile."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

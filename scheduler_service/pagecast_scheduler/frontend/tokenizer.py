@@ -113,13 +113,15 @@ class ModelTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        [made] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # `encode` stops all other threads
+        ids: list[int] = made.ids
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence of ids."""
         if self.token_bytes is None or isinstance(self.backend.decoder, decoders.ByteLevel):
-            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            [text] = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)  # nor does this stop other threads
+            return str(text)
         shown, table = {} if skip_special_tokens else self.special_bytes(), self.token_bytes
         text = b"".join([shown.get(i) or (table[i] if i < len(table) else b"") for i in ids]).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
@@ -298,6 +300,7 @@ def load_folder(folder: Path) -> ModelTokenizer:
 
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer for a model path; "" is the byte-level one."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each text is a batch of its own: a thread per core would be of no use
     if not model:
         return ByteTokenizer()
     path = Path(model)
