@@ -150,6 +150,8 @@ def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, 
 def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes):
     tokens = policy.paced_prefill(needed, steps, decodes)
     assert (decodes + tokens) % policy.STEP_GRAIN == 0 or not tokens
-    assert tokens >= needed or (not tokens and needed * steps < policy.LEAST_PREFILL)
-    assert decodes + tokens >= policy.FLAT_STEP or (not tokens and decodes > policy.FLAT_STEP - policy.LEAST_PREFILL)
-    assert tokens or decodes, "nobody would ever run"
+    few = decodes <= policy.FLAT_STEP - policy.LEAST_FILL
+    if tokens:
+        assert tokens >= needed and decodes + tokens >= policy.FLAT_STEP and (few or tokens >= policy.BULK)
+    else:
+        assert not few and needed * steps < policy.BULK
