@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import httpx
+import psutil
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST
 
@@ -115,10 +116,12 @@ def test_answers_that_nobody_takes_do_not_keep_their_connection(port: int) -> No
     raise AssertionError("a connection is kept whose client reads nothing")
 
 
-@pytest.mark.parametrize(("files", "status"), [((64, 1024), b"200"), ((256, 256), b"503")])
-def test_connections_are_as_many_as_the_system_has_files_for(files: tuple[int, int], status: bytes) -> None:
-    """A shell's own limit is less than the system's; where there is no more, a caller is told so, not hung up on."""
+@pytest.mark.parametrize(("files", "status", "taken"), [((64, 1024), b"200", 1024), ((256, 256), b"503", 256), ((64, 9999), b"200", 4192)])
+def test_connections_are_as_many_as_the_system_has_files_for(files: tuple[int, int], status: bytes, taken: int) -> None:
+    """A shell's own limit is less than the system's; where there is no more, a caller is told so, not hung up on. There are never more
+    files than the connections that it takes: what is above them would fill its memory."""
     with gateway(files=files) as port, ExitStack() as idle:
+        assert psutil.Process().children()[-1].rlimit(psutil.RLIMIT_NOFILE)[0] == taken
         for _ in range(200):
             idle.enter_context(connected(port))
         with connected(port) as last:

@@ -3,11 +3,9 @@
 import resource
 
 
-def raise_file_limit() -> int:
-    """Takes all the file descriptors that the system allows this process. Returns how many that are."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(1 << 20, hard if hard != resource.RLIM_INFINITY else 1 << 20)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    return soft
+def take_files(most: int = 1 << 20) -> int:
+    """Has the system allow this process as many open files as it would, and no more than `most`. Returns how many that are."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

@@ -17,7 +17,7 @@ import grpc
 from pagecast_scheduler.frontend.authorizer import Authorizer
 from pagecast_scheduler.frontend.certificates import Certificates, server_credentials
 from pagecast_scheduler.frontend.config import FrontendConfig
-from pagecast_scheduler.frontend.file_limit import raise_file_limit
+from pagecast_scheduler.frontend.file_limit import take_files
 from pagecast_scheduler.frontend.interceptor import CallInterceptor
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.principals import ANONYMOUS, OPERATOR, Principal
@@ -96,7 +96,7 @@ def transport_options(config: FrontendConfig, max_connections: int) -> list[tupl
 
 def listen_publicly(config: FrontendConfig, guards: Guards) -> Listener:
     """The listener of clients. Raises PortInUse."""
-    cap = connection_cap(config, raise_file_limit())
+    cap = connection_cap(config, take_files())
     listener = _listener(config, guards, cap, None)
     credentials = None if guards.certificates is None else server_credentials(guards.certificates)
     _bind_tcp(listener, config.host, config.port, credentials)

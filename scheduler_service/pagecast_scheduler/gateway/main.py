@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagecast.errors import WrongAccess
 from pagecast_scheduler.frontend.event_loop import run_until_done
-from pagecast_scheduler.frontend.file_limit import raise_file_limit
+from pagecast_scheduler.frontend.file_limit import take_files
 from pagecast_scheduler.gateway.app import TOLD, make_app
 from pagecast_scheduler.gateway.backend import Backend
 from pagecast_scheduler.gateway.certificate import listening_context
@@ -38,7 +38,8 @@ log = structlog.get_logger("pagecast.gateway")
 MAX_CONNECTIONS = 4096
 """Open connections; more are answered 503. Where the system allows fewer files than these and RESERVED_FILES, as many as it allows."""
 RESERVED_FILES = 96
-"""File descriptors kept for everything that is no client's connection."""
+"""File descriptors kept for everything that is no client's connection. Nobody counts those who have not come to the end of their TLS
+handshake, and have a quarter MiB of buffers each: the system hangs up on what is above both numbers together."""
 SLOWEST_UPLOAD = 64 << 10
 """Bytes a second at which the body of a request must come. Who sends a byte now and then does not keep a connection."""
 
@@ -192,13 +193,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def settings_of(config: GatewayConfig, app: ASGIApp, is_ending: Callable[[], bool]) -> uvicorn.Config:
-    """How uvicorn serves the application. is_ending: answers are their connections' last from then on."""
+def settings_of(config: GatewayConfig, app: ASGIApp, is_ending: Callable[[], bool], connections: int = MAX_CONNECTIONS) -> uvicorn.Config:
+    """How uvicorn serves the application. is_ending: answers are their connections' last from then on. connections: most at a time."""
     return uvicorn.Config(
         LastAnswers(BodyLimit(app, config.max_message_bytes, config.http_arrival_s), is_ending),
         http=partial(Connection, config.http_arrival_s),
         log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=config.drain_timeout_s,  # type: ignore[arg-type]  # seconds of asyncio's
-        limit_concurrency=max(16, min(MAX_CONNECTIONS, raise_file_limit() - RESERVED_FILES)), server_header=False, ws="none",
+        limit_concurrency=connections, server_header=False, ws="none",
     )  # fmt: skip
 
 
@@ -222,7 +223,8 @@ async def serve(config: GatewayConfig) -> int:
             targets=config.plaintext_targets,
         )
     app = make_app(backend, metadata.version("pagecast"))
-    settings = settings_of(config, app, lambda: app.state.is_ending)
+    connections = max(16, take_files(MAX_CONNECTIONS + RESERVED_FILES) - RESERVED_FILES)
+    settings = settings_of(config, app, lambda: app.state.is_ending, connections)
     settings.load()
     settings.ssl = encryption  # of the settings that uvicorn has for files, none follows their changes
     host = f"[{config.host}]" if ":" in config.host and not config.host.startswith("[") else config.host
