@@ -39,7 +39,7 @@ MAX_CONNECTIONS = 4096
 """Open connections; more are answered 503. Where the system allows fewer files than these and RESERVED_FILES, as many as it allows."""
 RESERVED_FILES = 96
 """File descriptors kept for everything that is no client's connection. Nobody counts those who have not come to the end of their TLS
-handshake, and have a quarter MiB of buffers each: the system hangs up on what is above both numbers together."""
+handshake, who have a minute for it: the system hangs up on what is above both numbers together."""
 SLOWEST_UPLOAD = 64 << 10
 """Bytes a second at which the body of a request must come. Who sends a byte now and then does not keep a connection."""
 
