@@ -15,7 +15,8 @@ from pagecast.v1 import admin_pb2 as pb
 from pagecast.v1 import admin_pb2_grpc
 
 WaitCause = Literal[
-    "next", "behind", "blocks", "rows", "step_full", "batch_delay", "paused", "isolation", "no_workers", "sibling", "unspecified"
+    "next", "behind", "blocks", "rows", "step_full", "batch_delay", "paused", "isolation", "no_workers", "sibling", "paced",
+    "unspecified",
 ]
 LogLevel = Literal["", "debug", "info", "warning", "error"]
 """How much a process logs; "" is what it was configured with."""
@@ -23,7 +24,7 @@ LogLevel = Literal["", "debug", "info", "warning", "error"]
 _PAGE = 1000
 _CAUSES: dict[int, WaitCause] = {
     1: "next", 2: "behind", 3: "blocks", 4: "rows", 5: "step_full", 6: "batch_delay", 7: "paused", 8: "isolation", 9: "no_workers",
-    10: "sibling",
+    10: "sibling", 11: "paced",
 }  # fmt: skip
 LOG_LEVELS: tuple[LogLevel, ...] = ("", "debug", "info", "warning", "error")
 """By their number in the API."""

@@ -126,6 +126,7 @@ class WaitCause(IntEnum):
     ISOLATION = 8  # requests suspected of crashing workers run alone first
     NO_WORKERS = 9  # no worker group is up
     SIBLING = 10  # the request's first sequence computes the prompt that this one shares
+    PACED = 11  # it is in no hurry, and may start later without being the last to end
 
 
 class RequestReport(Struct, frozen=True, forbid_unknown_fields=True):

@@ -134,7 +134,7 @@ def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, 
     backlog = Backlog(4096)
     for seq in sequences_of(lengths):
         backlog.add(seq)
-    pace = backlog.tokens_a_step(longest, begun, begun_output if begun else 0)
+    pace, slack = backlog.tokens_a_step(longest, begun, begun_output if begun else 0)
     begun_output = begun_output if begun else 0
     # Who waits in a class of outputs is taken for one with the longest of it, and comes with all of the class.
     classes = sorted({output // GRAIN for _, output in lengths}, reverse=True)
@@ -144,14 +144,16 @@ def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, 
         due = begun + sum(tokens for tokens, output in lengths if output // GRAIN >= which)
         wanted.append(due / (last - (which * GRAIN + GRAIN - 1) + 1))
     assert pace == pytest.approx(max(wanted))
+    latest = [begun_output] * (begun > 0) + [which * GRAIN + GRAIN - 1 for which in classes[:1]]
+    assert slack == last - max(latest, default=0)
 
 
-@given(needed=st.floats(0, 5000), steps=st.integers(1, 100), decodes=st.integers(0, 300))
-def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes):
-    tokens = policy.paced_prefill(needed, steps, decodes)
+@given(needed=st.floats(0, 5000), steps=st.integers(1, 100), decodes=st.integers(0, 300), slack=st.integers(0, 3))
+def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes, slack):
+    tokens = policy.paced_prefill(needed, steps, decodes, slack)
     assert (decodes + tokens) % policy.STEP_GRAIN == 0 or not tokens
     few = decodes <= policy.FLAT_STEP - policy.LEAST_FILL
     if tokens:
         assert tokens >= needed and decodes + tokens >= policy.FLAT_STEP and (few or tokens >= policy.BULK)
     else:
-        assert not few and needed * steps < policy.BULK
+        assert not few and needed * steps < policy.BULK and (slack or steps < policy.MOST_STEPS_LATE)

@@ -49,6 +49,8 @@ class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.V
     """No worker group is up."""
     WAIT_CAUSE_SIBLING: _WaitCause.ValueType  # 10
     """It shares a prompt that another sequence of the same request is computing."""
+    WAIT_CAUSE_PACED: _WaitCause.ValueType  # 11
+    """Of class batch and in no hurry: it may start later and still not be the last to end."""
 
 class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper):
     """Why a request is not running."""
@@ -75,6 +77,8 @@ WAIT_CAUSE_NO_WORKERS: WaitCause.ValueType  # 9
 """No worker group is up."""
 WAIT_CAUSE_SIBLING: WaitCause.ValueType  # 10
 """It shares a prompt that another sequence of the same request is computing."""
+WAIT_CAUSE_PACED: WaitCause.ValueType  # 11
+"""Of class batch and in no hurry: it may start later and still not be the last to end."""
 Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
 
 class _LogLevel:

@@ -35,8 +35,17 @@ class Backlog:
             other.add(seq)
         return bool((other._tokens == self._tokens).all() and (other._counts == self._counts).all())
 
-    def tokens_a_step(self, longest: int, begun: int, begun_output: int) -> float:
-        """Prefill tokens that every step must compute so that all end with the longest output.
+    def prompt_tokens(self) -> int:
+        """Tokens that they have now, what was put out before they were preempted included."""
+        return int(self._tokens.sum())
+
+    def output_tokens(self) -> int:
+        """Output that all of them may still have, at most."""
+        return int((self._counts * (np.arange(len(self._counts)) * GRAIN + GRAIN - 1)).sum())
+
+    def tokens_a_step(self, longest: int, begun: int, begun_output: int) -> tuple[float, int]:
+        """Prefill tokens that every step must compute so that all end with the longest output, and for how many steps from now on
+        none of them could be computed without somebody ending later than that.
 
         longest: output tokens that the longest of those that run has left. begun: prompt tokens left of sequences that have a row, of which
         the most urgent has begun_output more to follow. What waits comes after them, the longest first.
@@ -45,4 +54,4 @@ class Backlog:
         outputs = np.concatenate(([begun_output], classes * GRAIN + GRAIN - 1))
         due = np.cumsum(np.concatenate(([begun], self._tokens[classes])))
         steps = np.maximum(max(longest, int(outputs.max())) - outputs, 0) + 1
-        return float((due / steps).max())
+        return float((due / steps).max()), int(steps[due > 0].min(initial=longest + 1)) - 1

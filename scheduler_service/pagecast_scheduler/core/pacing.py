@@ -2,20 +2,39 @@
 
 from pagecast_scheduler.core import policy
 from pagecast_scheduler.core.plan_builder import PlanDraft
+from pagecast_scheduler.core.rows import Index
 from pagecast_scheduler.core.state import State
 
 
-def pace_budget(s: State, draft: PlanDraft, budget: int) -> int:
+def pace_budget(s: State, draft: PlanDraft, budget: int, now: int) -> int:
     """The tokens left for prefill in this step, where nobody who waits or prefills is in a hurry; else the budget as it is."""
-    rows, decodes = s.rows, draft.stepping
-    if s.queue.num_hurried or s.isolating() or draft.stalled:
-        return budget
+    paced = None if draft.stalled else paced_tokens(s, draft.stepping, now)
+    return budget if paced is None else min(budget, paced)
+
+
+def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
+    """Prefill tokens of the next step beside the rows that decode in it; None: as many as there are, for somebody is in a hurry."""
+    rows = s.rows
+    if s.queue.is_hurried(now) or s.isolating():
+        return None
     begun, begun_output = 0, 0
     for row in rows.prefilling:
-        if not rows.owner(row).request.is_patient:
-            return budget
+        if rows.owner(row).request.is_hurried(now):
+            return None
         begun += int(rows.num_tokens[row] - rows.num_computed[row])
         begun_output = max(begun_output, int(rows.max_tokens[row] - rows.num_tokens[row]))
     longest = int((rows.max_tokens[decodes] - rows.num_planned[decodes]).max()) if len(decodes) else 0
-    needed = s.queue.backlog.tokens_a_step(longest, begun, begun_output)
-    return min(budget, policy.paced_prefill(needed, s.step + 1 - s.prefilled_in, len(decodes)))
+    needed, slack = s.queue.backlog.tokens_a_step(longest, begun, begun_output)
+    if slack and not _has_room(s):
+        slack = 0
+    return policy.paced_prefill(needed, s.step + 1 - s.prefilled_in, len(decodes), slack)
+
+
+def _has_room(s: State) -> bool:
+    """Whether all who wait could run at once to their ends, beside those who do. Else some follow others, and no row may stand idle."""
+    backlog, high = s.queue.backlog, s.rows.high
+    if backlog.num_sequences > s.rows.num_free:
+        return False
+    live = s.rows.num_tokens[:high] > 0
+    growth = int((s.rows.max_tokens[:high] - s.rows.num_tokens[:high])[live].sum())
+    return backlog.prompt_tokens() + backlog.output_tokens() + growth <= s.kv.pool.num_free * s.config.block_size

@@ -39,7 +39,7 @@ def _draft(s: State, now: int) -> PlanDraft:
     if s.config.step_sizes and len(s.queue) > s.rows.num_free:
         budget = fit_budget(s, draft, budget, now)
     if s.rows.prefilling or len(s.queue):
-        budget = pace_budget(s, draft, budget)
+        budget = pace_budget(s, draft, budget, now)
     if s.rows.prefilling:
         budget = plan_chunks(s, draft, budget, now)
     is_open = s.rows.num_free or s.rows.num_paused

@@ -24,6 +24,8 @@ LEAST_FILL = 96
 """Where decodes leave less of a flat step, prompts gain nothing by company, and a step with any prefill takes a millisecond longer."""
 BULK = 1024
 """Then so many tokens are computed at once as soon as they are due."""
+MOST_STEPS_LATE = 8
+"""So long prompts wait for a bulk where it costs time at the end: some must begin now to end with the longest, or others wait for rows."""
 STEP_GRAIN = 64
 """A step with prefill is padded to a multiple of so many tokens, so paced prefill fills one."""
 
@@ -47,13 +49,14 @@ def urgency(priority: int, waited_us: int, ageing_us: int) -> int:
     return max(-1, priority - waited_us // ageing_us)
 
 
-def paced_prefill(needed: float, steps: int, num_decodes: int) -> int:
+def paced_prefill(needed: float, steps: int, num_decodes: int, slack: int) -> int:
     """Prefill tokens of a step beside `num_decodes`, where every step from here on needs `needed` of them and the last prefill was `steps`
-    ago. What few decodes leave of a flat step is filled; beside many, prompts wait until there is a bulk of them. 0: they wait."""
+    ago. What few decodes leave of a flat step is filled; beside many, prompts wait until there is a bulk of them, or too few steps are
+    left to wait. slack: for how many steps waiting costs nothing. 0: they wait."""
     wanted = ceil(needed)
     if FLAT_STEP - num_decodes >= LEAST_FILL:
         wanted = max(wanted, FLAT_STEP - num_decodes)
-    elif needed * steps < BULK:
+    elif needed * steps < BULK and (slack > 0 or steps < MOST_STEPS_LATE):
         return 0
     else:
         wanted = max(wanted, BULK)

@@ -13,7 +13,7 @@ wait is finite whatever arrives later.
 import heapq
 
 from pagecast_scheduler.core.backlog import Backlog
-from pagecast_scheduler.core.request import Sequence
+from pagecast_scheduler.core.request import NEVER, PATIENT_US, Sequence
 from pagecast_scheduler.core.tenants import Tenants
 
 OVERDUE = -1
@@ -24,7 +24,7 @@ _Entry = tuple[int, int, int, Sequence]  # (due or 0, order, ticket, sequence); 
 class WaitingQueue:
     """Heaps per lane and tenant with lazy deletion: an entry counts only while its ticket is its sequence's current one.
 
-    backlog: the members that are in no hurry. Everybody else is counted by num_hurried."""
+    backlog: the members that were in no hurry when they came. Whether anybody is by now, is_hurried tells."""
 
     def __init__(self, tenants: Tenants, ageing_us: int, max_model_len: int) -> None:
         self.backlog = Backlog(max_model_len)
@@ -33,6 +33,7 @@ class WaitingQueue:
         self._first: dict[int, list[_Entry]] = {lane: [] for lane in _LANES}
         self._by_tenant: dict[int, dict[int, list[_Entry]]] = {lane: {} for lane in _LANES}
         self._promotions: list[tuple[int, int, Sequence]] = []
+        self._limits: list[tuple[int, int, Sequence]] = []  # of the backlog; an entry counts while its sequence is queued
         self._tickets = 0
         self._size = 0
         self._num_dead = 0  # removals since the last sweep; each may have left entries behind
@@ -40,10 +41,12 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._size
 
-    @property
-    def num_hurried(self) -> int:
-        """Members that are not to wait longer than they must."""
-        return self._size - self.backlog.num_sequences
+    def is_hurried(self, now: int) -> bool:
+        """Whether any member is not to wait longer than it must."""
+        while self._limits and not self._limits[0][2].queued:
+            heapq.heappop(self._limits)
+        near = bool(self._limits) and self._limits[0][0] - now < PATIENT_US
+        return near or self._size > self.backlog.num_sequences
 
     def push(self, seq: Sequence, now: int) -> None:
         """Enter by what the sequence is owed: its class less one for every ageing_us since its arrival."""
@@ -54,6 +57,8 @@ class WaitingQueue:
             self.backlog.add(seq)
         waited = (now - seq.request.arrival) // self._ageing_us
         self._enter(seq, max(OVERDUE, seq.request.priority - waited))
+        if seq.request.is_patient and seq.request.first_limit < NEVER:
+            heapq.heappush(self._limits, (seq.request.first_limit, seq.ticket, seq))
 
     def remove(self, seq: Sequence) -> None:
         """Leave the queue; the heap entries die with the ticket."""
@@ -126,6 +131,8 @@ class WaitingQueue:
         self._num_dead = 0
         self._promotions = [entry for entry in self._promotions if entry[2].ticket == entry[1]]
         heapq.heapify(self._promotions)
+        self._limits = list({id(entry[2]): entry for entry in self._limits if entry[2].queued}.values())
+        heapq.heapify(self._limits)
         for heap in [*self._first.values(), *(heap for heaps in self._by_tenant.values() for heap in heaps.values())]:
             heap[:] = [entry for entry in heap if entry[3].ticket == entry[2]]
             heapq.heapify(heap)

@@ -18,7 +18,7 @@ NEVER = 1 << 62
 """A time that does not come."""
 
 PATIENT_US = 600_000_000
-"""A limit that is so far away, such as a server's own on any request, puts nobody of class BATCH in a hurry."""
+"""While a limit is so far away, such as a server's own on any request, it puts nobody of class BATCH in a hurry."""
 
 TOKEN_US = 10_000
 """What an output token is taken to need, where outputs are only compared with each other."""
@@ -72,8 +72,16 @@ class Request:
     @property
     def is_patient(self) -> bool:
         """Whether all that counts is when the last of many such requests ends: class BATCH, and no limit on its time that is near."""
-        first = min(self.deadline, self.budget_end, self.queue_end)
-        return self.submit.priority == Priority.BATCH and first - self.arrival >= PATIENT_US
+        return self.submit.priority == Priority.BATCH and self.first_limit - self.arrival >= PATIENT_US
+
+    @property
+    def first_limit(self) -> int:
+        """The first time at which the request ends whatever it has. NEVER: none."""
+        return min(self.deadline, self.budget_end, self.queue_end)
+
+    def is_hurried(self, now: int) -> bool:
+        """Whether it is not to wait longer than it must: impatient from the start, or its limit has come near."""
+        return not self.is_patient or self.first_limit - now < PATIENT_US
 
     @property
     def due(self) -> int:

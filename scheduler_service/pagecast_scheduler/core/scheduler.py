@@ -197,7 +197,7 @@ class Scheduler:
     def explain(self, now: int) -> dict[int, Wait]:
         """By key, why each open request is not running."""
         gathered = self._gathered_at()
-        return waiting.explain(self.state, gathered is not None and gathered > now)
+        return waiting.explain(self.state, gathered is not None and gathered > now, now)
 
     def watch_cache(self) -> None:
         """From here on changes of the prefix cache are noted until they are taken."""

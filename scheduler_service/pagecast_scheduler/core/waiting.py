@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pagecast_scheduler.core import policy
+from pagecast_scheduler.core.pacing import paced_tokens
 from pagecast_scheduler.core.request import Request, Sequence, Status
 from pagecast_scheduler.core.state import State
 from pagecast_wire.control import WaitCause
@@ -20,13 +21,13 @@ class Wait:
     lane: int = 0
 
 
-def explain(s: State, gathers: bool) -> dict[int, Wait]:
+def explain(s: State, gathers: bool, now: int) -> dict[int, Wait]:
     """By key, every open request. gathers: an idle engine holds its first batch back. Costs a sort of the queue."""
     positions = {id(seq): at for at, seq in enumerate(s.queue.waiting())}
-    return {key: _explain(s, request, positions, gathers) for key, request in s.requests.items()}
+    return {key: _explain(s, request, positions, gathers, now) for key, request in s.requests.items()}
 
 
-def _explain(s: State, request: Request, positions: dict[int, int], gathers: bool) -> Wait:
+def _explain(s: State, request: Request, positions: dict[int, int], gathers: bool, now: int) -> Wait:
     seq = next((seq for seq in request.sequences if seq.status is Status.WAITING), None)
     if request.paused:
         return Wait(WaitCause.PAUSED)
@@ -34,7 +35,7 @@ def _explain(s: State, request: Request, positions: dict[int, int], gathers: boo
         return Wait(WaitCause.NONE)
     needed, free = _needed(s, seq), s.kv.pool.num_free
     ahead = positions.get(id(seq), 0)
-    return Wait(_cause(s, seq, ahead, needed, free, gathers), ahead, needed, free, seq.lane)
+    return Wait(_cause(s, seq, ahead, needed, free, gathers, now), ahead, needed, free, seq.lane)
 
 
 def _needed(s: State, seq: Sequence) -> int:
@@ -42,7 +43,7 @@ def _needed(s: State, seq: Sequence) -> int:
     return lacking if changes == s.kv.cache.num_changes else s.kv.blocks_for(seq.num_tokens + 1)
 
 
-def _cause(s: State, seq: Sequence, ahead: int, needed: int, free: int, gathers: bool) -> WaitCause:
+def _cause(s: State, seq: Sequence, ahead: int, needed: int, free: int, gathers: bool, now: int) -> WaitCause:
     rows = s.rows
     if seq in seq.request.held:
         return WaitCause.SIBLING
@@ -58,5 +59,9 @@ def _cause(s: State, seq: Sequence, ahead: int, needed: int, free: int, gathers:
     reserved = sum(max(0, s.kv.blocks_for(length) - int(s.kv.table.num_blocks[row])) for row, length in lengths.items())
     if not policy.admission_fits(needed, free, reserved, rows.num_active):
         return WaitCause.BLOCKS
-    busy = int(rows.stepping.sum()) + sum(length - int(rows.num_computed[row]) for row, length in lengths.items())
-    return WaitCause.STEP_FULL if busy >= s.config.max_num_batched_tokens else WaitCause.NEXT
+    decodes = rows.stepping_rows()
+    begun = sum(length - int(rows.num_computed[row]) for row, length in lengths.items())
+    if len(decodes) + begun >= s.config.max_num_batched_tokens:
+        return WaitCause.STEP_FULL
+    paced = paced_tokens(s, decodes, now)
+    return WaitCause.NEXT if paced is None or begun < paced else WaitCause.PACED

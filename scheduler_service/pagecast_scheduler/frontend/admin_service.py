@@ -147,5 +147,7 @@ def in_words(report: RequestReport) -> str:
             return "no worker group is up; it goes on when one is"
         case WaitCause.SIBLING:
             return "it shares the prompt that another sequence of the request is computing"
+        case WaitCause.PACED:
+            return "it is next, of class batch and in no hurry: it may start later and still not be the last to end"
         case _:
             return "nothing is in its way; the next step takes it"
