@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from pagecast_scheduler.core import intake, policy
 from pagecast_scheduler.core.backlog import GRAIN, Backlog
+from pagecast_scheduler.core.request import PATIENT_US
 from pagecast_scheduler.core.state import State
 from pagecast_wire.codec import view_u32
+from pagecast_wire.control import WaitCause
 from pagecast_wire.intake import Priority
 
 LONGEST = 120
@@ -157,3 +159,82 @@ def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes, sla
         assert tokens >= needed and decodes + tokens >= policy.FLAT_STEP and (few or tokens >= policy.BULK)
     else:
         assert not few and needed * steps < policy.BULK and (slack or steps < policy.MOST_STEPS_LATE)
+
+
+@pytest.fixture
+def many_decodes(monkeypatch):
+    """Prompts wait for a bulk beside any decode, as they do beside a hundred of them: the same, only faster."""
+    monkeypatch.setattr(policy, "LEAST_FILL", policy.FLAT_STEP)
+
+
+def late_comers(outputs, most_steps=200, **values):
+    """After how many steps each of some one-token prompts is admitted that come while a long output is under way."""
+    cluster = wide(**values)
+    cluster.submit(0, prompt(0, 1), LONGEST, priority=Priority.BATCH)
+    cluster.step()
+    cluster.step()
+    for key, output in enumerate(outputs, 1):
+        cluster.submit(key, prompt(key, 1), output, seed=key, priority=Priority.BATCH)
+    before = len(cluster.plans)
+    cluster.run(most_steps)
+    plans = cluster.plans[before:]
+    return [at for at, plan in enumerate(plans) for _ in plan.admissions], len(plans)
+
+
+@pytest.mark.usefixtures("many_decodes")
+def test_a_prompt_without_bulk_waits_only_while_that_costs_nothing():
+    starts, steps = late_comers([LONGEST])
+    assert starts == [policy.MOST_STEPS_LATE - 2] and steps == starts[0] + LONGEST
+    starts, steps = late_comers([LONGEST // 2])
+    assert starts[0] > LONGEST // 4 and steps <= LONGEST
+
+
+@pytest.mark.usefixtures("many_decodes")
+@pytest.mark.parametrize("scarce", [{"max_num_seqs": 2}, {"num_blocks": 60}], ids=["rows", "blocks"])
+def test_where_some_follow_others_nobody_waits_for_a_bulk(scarce):
+    starts, _ = late_comers([20] * 4, **scarce)
+    assert starts[0] < policy.MOST_STEPS_LATE
+    starts, _ = late_comers([20] * 4)
+    assert starts[0] > LONGEST // 2
+
+
+@pytest.mark.usefixtures("many_decodes")
+@pytest.mark.parametrize("limit", ["deadline_ms", "time_budget_ms", "max_queue_ms"])
+def test_a_limit_that_comes_near_ends_the_patience(limit):
+    cluster = wide()
+    cluster.submit(0, prompt(0, 1), LONGEST, priority=Priority.BATCH)
+    cluster.step()
+    cluster.submit(1, prompt(1, 9), 5, seed=1, priority=Priority.BATCH, **{limit: PATIENT_US // 1000 + 20})
+    for _ in range(18):
+        assert not cluster.plan().admissions
+        cluster.apply()
+        cluster.now += 1000
+    cluster.now += 5000
+    assert len(cluster.plan().admissions) == 1
+    cluster.apply()
+    cluster.run()
+
+
+@pytest.mark.usefixtures("many_decodes")
+@pytest.mark.parametrize("priority", [Priority.BATCH, Priority.NORMAL])
+def test_who_is_paced_is_told_so(priority):
+    cluster = wide()
+    cluster.submit(0, prompt(0, 1), LONGEST, priority=Priority.BATCH)
+    cluster.step()
+    for key in (1, 2):
+        cluster.submit(key, prompt(key, 9), 5, seed=key, priority=priority)
+    causes = [cluster.scheduler.explain(cluster.now)[key].cause for key in (0, 1, 2)]
+    first = WaitCause.PACED if priority == Priority.BATCH else WaitCause.NEXT
+    assert causes == [WaitCause.NONE, first, WaitCause.BEHIND]
+    assert len(cluster.plan().admissions) == (0 if priority == Priority.BATCH else 2)
+
+
+def test_who_comes_after_a_paced_prompt_is_told_so():
+    """Beside few decodes prompts come by a flat step: what began before fills it, though not max_num_batched_tokens."""
+    cluster = wide()
+    offer(cluster, [LONGEST] + [20] * 3, priority=Priority.BATCH)
+    cluster.submit(9, prompt(9, 400), 30, seed=9, priority=Priority.BATCH)
+    while cluster.scheduler.explain(cluster.now)[9].cause is not WaitCause.NONE:
+        cluster.step()
+    waiting = [wait.cause for wait in cluster.scheduler.explain(cluster.now).values() if wait.cause is not WaitCause.NONE]
+    assert waiting[0] is WaitCause.PACED and set(waiting[1:]) == {WaitCause.BEHIND}

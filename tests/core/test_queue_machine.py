@@ -6,10 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagecast_scheduler.core import intake
+from pagecast_scheduler.core.request import PATIENT_US
 from pagecast_scheduler.core.state import State
 from pagecast_wire.intake import Priority
 
 AGEING = 1000
+FAR_MS = PATIENT_US // 1000 + 2
+"""A deadline that is far away for two milliseconds."""
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -37,7 +40,7 @@ class QueueMachine(RuleBasedStateMachine):
         return min(self.members, key=self.rank)
 
     @rule(
-        priority=st.integers(0, 2), tenant=st.sampled_from("abc"), deadline=st.sampled_from([-1, 5, 50]), resumed=st.booleans(),
+        priority=st.integers(0, 2), tenant=st.sampled_from("abc"), deadline=st.sampled_from([-1, 5, 50, FAR_MS]), resumed=st.booleans(),
         output=st.integers(1, 60),
     )
     def push(self, priority, tenant, deadline, resumed, output):
@@ -89,9 +92,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_patient_are_told_apart(self):
-        patient = [seq for seq in self.members if seq.request.priority == Priority.BATCH and seq.request.submit.deadline_ms < 0]
-        assert self.queue.num_hurried == len(self.members) - len(patient)
+        patient = [seq for seq in self.members if seq.request.priority == Priority.BATCH and seq.request.submit.deadline_ms in (-1, FAR_MS)]
         assert self.queue.backlog.is_of(patient)
+        near = any(seq.request.deadline - self.now < PATIENT_US for seq in patient)
+        assert self.queue.is_hurried(self.now) == (near or len(patient) < len(self.members))
 
 
 TestQueue = QueueMachine.TestCase
@@ -105,7 +109,7 @@ def test_an_empty_queue_gives_nobody():
 def test_dead_entries_do_not_pile_up():
     machine = QueueMachine()
     for _ in range(2000):
-        machine.push(2, "a", -1, False, 1)
+        machine.push(2, "a", FAR_MS, False, 1)
         machine.queue.remove(machine.members.pop())
     entries = [entry for heaps in machine.queue._by_tenant.values() for heap in heaps.values() for entry in heap]
-    assert len(entries) + len(machine.queue._promotions) < 1000
+    assert len(entries) + len(machine.queue._promotions) + len(machine.queue._limits) < 1000

@@ -31,6 +31,8 @@ class Tally:
     num_preemptions: int = 0
     num_epochs: int = 0
     prefix_tokens_hit: int = 0
+    num_spread: int = 0
+    num_put_off: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
 
@@ -40,6 +42,8 @@ class Tally:
         self.num_preemptions += other.num_preemptions
         self.num_epochs += other.num_epochs
         self.prefix_tokens_hit += other.prefix_tokens_hit
+        self.num_spread += other.num_spread
+        self.num_put_off += other.num_put_off
         self.reasons.update(other.reasons)
         self.failures += other.failures
 
@@ -58,6 +62,8 @@ def run_chunk(first: int, count: int) -> Tally:
         tally.num_preemptions += outcome.num_preemptions
         tally.num_epochs += outcome.num_epochs
         tally.prefix_tokens_hit += outcome.prefix_tokens_hit
+        tally.num_spread += outcome.num_spread
+        tally.num_put_off += outcome.num_put_off
         tally.reasons.update(outcome.reasons)
     return tally
 
@@ -113,7 +119,8 @@ def main() -> int:
     print(
         f"{total.num_seeds} seeds, {len(total.failures)} failed, {elapsed:.1f} s, {1000 * elapsed / max(total.num_seeds, 1):.1f} ms each; "
         f"{total.num_plans} plans, {total.num_preemptions} preemptions, {total.num_epochs} epochs, "
-        f"{total.prefix_tokens_hit} prefix tokens hit; ends: {dict(sorted(total.reasons.items()))}"
+        f"{total.prefix_tokens_hit} prefix tokens hit, {total.num_spread} steps with paced prefill, {total.num_put_off} with prefill put off; "
+        f"ends: {dict(sorted(total.reasons.items()))}"
     )
     return 1 if total.failures else 0
 

@@ -105,6 +105,9 @@ FEATURES = {
 }  # fmt: skip
 """Chance of each feature in a seed."""
 
+BATCHES = "batches"
+"""A feature drawn apart from the others: most requests, or all, are of class BATCH and of many lengths."""
+
 
 def draw(seed: int) -> Scenario:
     """The scenario of one seed."""
@@ -124,6 +127,10 @@ def draw(seed: int) -> Scenario:
     times = lambda most: tuple(sorted(random.randrange(end) for _ in range(random.randint(1, most))))
     lossy = "lossy" in on
     # A turn of a chat repeats an earlier answer as it is without rules.
+    batches = Random(seed * 0x6C8E9CF5 + 1)
+    if "chat" not in on and batches.random() < 0.35:
+        on |= {BATCHES}
+        requests = with_batches(requests, config, batches)
     ruled = tuple(requests) if "chat" in on else with_output_rules(tuple(requests), Random(seed * 0x51ED27 + 3))
     return Scenario(
         seed=seed, config=config, requests=ruled, latency_us=random.choice((20, 100, 900)),
@@ -139,6 +146,17 @@ def with_step_sizes(config: SchedulerConfig, random: Random) -> SchedulerConfig:
     """Sizes that steps had better fill, for half of the seeds, drawn apart from everything else."""
     sizes = random.sample(range(2, config.max_num_batched_tokens + 1), min(random.choice((0, 0, 2, 5)), config.max_num_batched_tokens - 1))
     return replace(config, step_sizes=tuple(sorted(sizes)))
+
+
+def with_batches(requests: list[RequestPlan], config: SchedulerConfig, random: Random) -> list[RequestPlan]:
+    """All of them, or three of four, are of class BATCH, and their limits differ as much as there is room."""
+    share = random.choice((0.75, 1))
+    changed = []
+    for plan in requests:
+        room = min(config.max_model_len, config.pool_tokens) - len(plan.prompt)
+        most = max(plan.max_output_tokens, random.randint(1, max(1, room)))
+        changed.append(replace(plan, priority=Priority.BATCH, max_output_tokens=most) if random.random() < share else plan)
+    return changed
 
 
 def with_output_rules(requests: tuple[RequestPlan, ...], random: Random) -> tuple[RequestPlan, ...]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sim.paces import small_paces
 from sim.scenario import draw
 from sim.world import World
 
@@ -40,7 +41,8 @@ def test_every_run_replays_to_the_same_plans(tmp_path: Path) -> None:
     for seed in SEEDS:
         path = tmp_path / f"{seed}.rec"
         world = record(seed, path)
-        result = replay(path)
+        with small_paces():
+            result = replay(path)
         assert result.difference is None, f"seed {seed}: {result.difference}"
         assert result.num_plans == world.audit.num_plans
         assert len(result.timeline) == result.num_plans

@@ -5,7 +5,7 @@ import os
 import pytest
 from sim.oracle import Executed
 from sim.run import run_many
-from sim.scenario import FEATURES, STEP_US, RequestPlan, Scenario, draw
+from sim.scenario import BATCHES, FEATURES, STEP_US, RequestPlan, Scenario, draw
 from sim.world import World, simulate
 
 from pagecast_scheduler.core.config import SchedulerConfig
@@ -23,6 +23,7 @@ def test_every_seed_holds_every_law() -> None:
     assert total.num_preemptions > NUM_SEEDS / 100, "scenarios must preempt"
     assert total.num_epochs > NUM_SEEDS, "scenarios must lose workers"
     assert total.prefix_tokens_hit > NUM_SEEDS, "scenarios must hit the prefix cache"
+    assert min(total.num_spread, total.num_put_off) > NUM_SEEDS / 10, "scenarios must pace prefill"
     rare = {"STOP", "LENGTH", "TIME_LIMIT", "CANCELLED", "DEADLINE_EXCEEDED", "QUEUE_TIME_EXCEEDED", "NUMERIC_FAULT", "POISON_REQUEST"}
     rare.add("CONSTRAINT_FAILED")
     assert rare <= set(total.reasons), "every way to end must have been met"
@@ -44,7 +45,7 @@ def test_seeds_that_once_failed(seed: int) -> None:
 
 def test_scenarios_have_every_feature() -> None:
     seen = {feature for seed in range(300) for feature in draw(seed).features}
-    assert seen == set(FEATURES)
+    assert seen == {*FEATURES, BATCHES}
 
 
 def test_simulate_reports_numbers() -> None:

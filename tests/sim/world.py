@@ -13,6 +13,7 @@ from typing import Any
 from sim.auditor import PlanAudit, check_bounds, check_core, check_idle, check_limits, check_recomputed, watching_victims
 from sim.clients import Clients, Port
 from sim.oracle import Identity, OracleWorker, Violation, WorkerDied
+from sim.paces import Paces, small_paces
 from sim.plan_link import PlanReceiver, PlanSender, Weather
 from sim.scenario import STEP_US, RequestPlan, Scenario, draw
 from sim.streams import Streams
@@ -52,6 +53,8 @@ class Outcome:
     virtual_us: int
     reasons: dict[str, int]
     prefix_tokens_hit: int
+    num_spread: int
+    num_put_off: int
 
 
 class World:
@@ -65,7 +68,9 @@ class World:
         self.streams = Streams(self.config.max_model_len, self.config.max_recoveries)
         self.identities = {plan.seed: self._identity(plan) for plan in scenario.requests}
         self.audit = PlanAudit(self.config, {plan.seed: plan.key for plan in scenario.requests})
-        self.port = Port(self.config, recorder)
+        self.paces = Paces()
+        with small_paces():
+            self.port = Port(self.config, recorder)
         self.clients = Clients(self.port, self.streams, self.audit, self.config, self.random)
         self.sender, self.receiver = PlanSender(), PlanReceiver()
         self.weather = Weather(self.random, scenario.latency_us, scenario.jitter_us, scenario.loss, scenario.duplication)
@@ -98,7 +103,7 @@ class World:
         for slot, time in scenario.lost_slot_us:
             self.at(time, self._ask, "vanish", slot)
         self.at(HEARTBEAT_US, self._heartbeat)
-        with watching_victims():
+        with watching_victims(), small_paces(self.paces):
             while not self._done():
                 self.num_events += 1
                 if not self._events or self.num_events > MAX_EVENTS or self.now > MAX_TIME_US or self.audit.num_plans > MAX_PLANS:
@@ -339,8 +344,9 @@ class World:
                 name = output.reason.name if output.reason else "OPEN"
                 reasons[name] = reasons.get(name, 0) + 1
         return Outcome(
-            self.scenario.seed, self.audit.num_plans, self.num_preemptions, self.num_epochs, self.now, reasons, self.prefix_tokens_hit
-        )
+            self.scenario.seed, self.audit.num_plans, self.num_preemptions, self.num_epochs, self.now, reasons, self.prefix_tokens_hit,
+            self.paces.num_spread, self.paces.num_put_off,
+        )  # fmt: skip
 
 
 def simulate(seed: int) -> Outcome:
