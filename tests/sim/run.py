@@ -119,7 +119,7 @@ def main() -> int:
     print(
         f"{total.num_seeds} seeds, {len(total.failures)} failed, {elapsed:.1f} s, {1000 * elapsed / max(total.num_seeds, 1):.1f} ms each; "
         f"{total.num_plans} plans, {total.num_preemptions} preemptions, {total.num_epochs} epochs, "
-        f"{total.prefix_tokens_hit} prefix tokens hit, {total.num_spread} steps with paced prefill, {total.num_put_off} with prefill put off; "
+        f"{total.prefix_tokens_hit} prefix tokens hit, {total.num_spread} steps with paced prefill, {total.num_put_off} without; "
         f"ends: {dict(sorted(total.reasons.items()))}"
     )
     return 1 if total.failures else 0

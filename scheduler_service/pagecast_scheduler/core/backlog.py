@@ -19,6 +19,7 @@ class Backlog:
     def __init__(self, max_model_len: int) -> None:
         self._tokens = np.zeros(max_model_len // GRAIN + 1, np.int64)
         self._counts = np.zeros(max_model_len // GRAIN + 1, np.int64)
+        self._sums: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # (output tokens of a class, tokens up to it), longest first
         self.num_sequences = 0
 
     def add(self, seq: Sequence, sign: int = 1) -> None:
@@ -27,6 +28,7 @@ class Backlog:
         self._tokens[at] += sign * seq.num_tokens
         self._counts[at] += sign
         self.num_sequences += sign
+        self._sums = None
 
     def is_of(self, sequences: list[Sequence]) -> bool:
         """Whether exactly these wait."""
@@ -50,8 +52,13 @@ class Backlog:
         longest: output tokens that the longest of those that run has left. begun: prompt tokens left of sequences that have a row, of which
         the most urgent has begun_output more to follow. What waits comes after them, the longest first.
         """
-        classes: NDArray[np.int64] = np.flatnonzero(self._counts)[::-1]
-        outputs = np.concatenate(([begun_output], classes * GRAIN + GRAIN - 1))
-        due = np.cumsum(np.concatenate(([begun], self._tokens[classes])))
-        steps = np.maximum(max(longest, int(outputs.max())) - outputs, 0) + 1
-        return float((due / steps).max()), int(steps[due > 0].min(initial=longest + 1)) - 1
+        if self._sums is None:
+            classes: NDArray[np.int64] = np.flatnonzero(self._counts)[::-1]
+            self._sums = classes * GRAIN + GRAIN - 1, np.cumsum(self._tokens[classes])
+        outputs, tokens = self._sums
+        first = max(begun_output if begun else 0, int(outputs[0]) if len(outputs) else 0)
+        last = max(longest, begun_output, first)
+        needed = begun / (last - begun_output + 1)
+        if len(outputs):
+            needed = max(needed, float(((tokens + begun) / (last + 1 - outputs)).max()))
+        return needed, last - first

@@ -25,9 +25,11 @@ def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
         begun_output = max(begun_output, int(rows.max_tokens[row] - rows.num_tokens[row]))
     longest = int((rows.max_tokens[decodes] - rows.num_planned[decodes]).max()) if len(decodes) else 0
     needed, slack = s.queue.backlog.tokens_a_step(longest, begun, begun_output)
-    if slack and not _has_room(s):
-        slack = 0
-    return policy.paced_prefill(needed, s.step + 1 - s.prefilled_in, len(decodes), slack)
+    steps = s.step + 1 - s.prefilled_in
+    tokens = policy.paced_prefill(needed, steps, len(decodes), slack)
+    if not tokens and steps >= policy.MOST_STEPS_LATE and not _has_room(s):
+        tokens = policy.paced_prefill(needed, steps, len(decodes), 0)
+    return tokens
 
 
 def _has_room(s: State) -> bool:

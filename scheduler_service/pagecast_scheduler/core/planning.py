@@ -38,11 +38,12 @@ def _draft(s: State, now: int) -> PlanDraft:
         budget = forced.plan_jumps(s, draft, budget)
     if s.config.step_sizes and len(s.queue) > s.rows.num_free:
         budget = fit_budget(s, draft, budget, now)
-    if s.rows.prefilling or len(s.queue):
+    is_open = bool(s.rows.num_free or s.rows.num_paused)
+    if s.rows.prefilling or (is_open and len(s.queue)):
         budget = pace_budget(s, draft, budget, now)
     if s.rows.prefilling:
         budget = plan_chunks(s, draft, budget, now)
-    is_open = s.rows.num_free or s.rows.num_paused
+        is_open = bool(s.rows.num_free or s.rows.num_paused)
     if len(s.queue) and budget > 0 and is_open and not draft.stalled:  # blocks that come free are for decodes first
         admit_waiting(s, draft, budget, now)
     return draft
