@@ -238,3 +238,16 @@ def test_who_comes_after_a_paced_prompt_is_told_so():
         cluster.step()
     waiting = [wait.cause for wait in cluster.scheduler.explain(cluster.now).values() if wait.cause is not WaitCause.NONE]
     assert waiting[0] is WaitCause.PACED and set(waiting[1:]) == {WaitCause.BEHIND}
+
+
+def test_no_row_stands_idle_while_more_wait_than_there_are_rows():
+    """Then the end is not decided by the longest, but by how full the rows are."""
+    steps = {}
+    for priority in (Priority.NORMAL, Priority.BATCH):
+        cluster = wide(max_num_seqs=8)
+        offer(cluster, sorted(OUTPUTS, reverse=True), priority=priority)
+        assert len(cluster.plan().admissions) == 8
+        cluster.apply()
+        cluster.run()
+        steps[priority] = len(cluster.plans)
+    assert steps[Priority.BATCH] <= steps[Priority.NORMAL]

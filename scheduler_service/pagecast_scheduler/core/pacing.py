@@ -13,9 +13,10 @@ def pace_budget(s: State, draft: PlanDraft, budget: int, now: int) -> int:
 
 
 def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
-    """Prefill tokens of the next step beside the rows that decode in it; None: as many as there are, for somebody is in a hurry."""
+    """Prefill tokens of the next step beside the rows that decode in it. None: as many as there are, for somebody is in a hurry, or more
+    wait than there are rows, of which none may stand idle then."""
     rows = s.rows
-    if s.queue.is_hurried(now) or s.isolating():
+    if s.queue.is_hurried(now) or s.isolating() or len(s.queue) > rows.num_free:
         return None
     begun, begun_output = 0, 0
     for row in rows.prefilling:
@@ -33,10 +34,8 @@ def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
 
 
 def _has_room(s: State) -> bool:
-    """Whether all who wait could run at once to their ends, beside those who do. Else some follow others, and no row may stand idle."""
+    """Whether there are blocks for all who wait beside those who run, to all their ends. Else some follow others."""
     backlog, high = s.queue.backlog, s.rows.high
-    if backlog.num_sequences > s.rows.num_free:
-        return False
     live = s.rows.num_tokens[:high] > 0
     growth = int((s.rows.max_tokens[:high] - s.rows.num_tokens[:high])[live].sum())
     return backlog.prompt_tokens() + backlog.output_tokens() + growth <= s.kv.pool.num_free * s.config.block_size
