@@ -251,3 +251,28 @@ def test_no_row_stands_idle_while_more_wait_than_there_are_rows():
         cluster.run()
         steps[priority] = len(cluster.plans)
     assert steps[Priority.BATCH] <= steps[Priority.NORMAL]
+
+
+@pytest.mark.usefixtures("many_decodes")
+def test_who_was_put_off_comes_no_sooner_for_it_than_one_in_a_hurry():
+    """Those who wait by their own leave do not age; once others keep them waiting, they do."""
+    cluster = wide(max_num_batched_tokens=150, ageing_us=5000)
+    cluster.submit(0, prompt(0, 1), LONGEST, priority=Priority.BATCH)
+    cluster.step()
+    for key in range(1, 9):
+        cluster.submit(key, prompt(key, 9), 5, seed=key, priority=Priority.BATCH)
+    for _ in range(30):
+        assert cluster.step()
+    assert len(cluster.state.queue) == 8 and cluster.now > 4 * 5000
+    for key in range(9, 60):
+        cluster.submit(key, prompt(key, 100), 5, seed=key, priority=Priority.INTERACTIVE)
+    cluster.plan()
+    assert [admission.sampling.seed for admission in cluster.plans[-1].admissions] == [9, 10]
+    cluster.apply()
+    before = len(cluster.plans)
+    cluster.now += 4 * 5000
+    while len(cluster.state.queue) and len(cluster.plans) < before + 40:
+        cluster.step()
+    first = next(at for at, plan in enumerate(cluster.plans) if any(0 < a.sampling.seed < 9 for a in plan.admissions))
+    assert first < before + 30, "overdue, before the last of those in a hurry"
+    cluster.run()

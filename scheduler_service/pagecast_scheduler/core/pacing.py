@@ -9,7 +9,10 @@ from pagecast_scheduler.core.state import State
 def pace_budget(s: State, draft: PlanDraft, budget: int, now: int) -> int:
     """The tokens left for prefill in this step, where nobody who waits or prefills is in a hurry; else the budget as it is."""
     paced = None if draft.stalled else paced_tokens(s, draft.stepping, now)
-    return budget if paced is None else min(budget, paced)
+    if paced is None:
+        return budget
+    s.queue.paced_at = now
+    return min(budget, paced)
 
 
 def paced_tokens(s: State, decodes: Index, now: int) -> int | None:

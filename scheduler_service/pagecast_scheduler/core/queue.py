@@ -24,7 +24,9 @@ _Entry = tuple[int, int, int, Sequence]  # (due or 0, order, ticket, sequence); 
 class WaitingQueue:
     """Heaps per lane and tenant with lazy deletion: an entry counts only while its ticket is its sequence's current one.
 
-    backlog: the members that were in no hurry when they came. Whether anybody is by now, is_hurried tells."""
+    backlog: the members that were in no hurry when they came. Whether anybody is by now, is_hurried tells. paced_at: when they were last
+    put off though there was room for all: until then they do not age, or they would all come before one in a hurry that arrives; but
+    whoever has waited for PATIENT_US ages whatever happens."""
 
     def __init__(self, tenants: Tenants, ageing_us: int, max_model_len: int) -> None:
         self.backlog = Backlog(max_model_len)
@@ -34,6 +36,7 @@ class WaitingQueue:
         self._by_tenant: dict[int, dict[int, list[_Entry]]] = {lane: {} for lane in _LANES}
         self._promotions: list[tuple[int, int, Sequence]] = []
         self._limits: list[tuple[int, int, Sequence]] = []  # of the backlog; an entry counts while its sequence is queued
+        self.paced_at = -NEVER
         self._tickets = 0
         self._size = 0
         self._num_dead = 0  # removals since the last sweep; each may have left entries behind
@@ -140,8 +143,18 @@ class WaitingQueue:
     def _promote(self, now: int) -> None:
         while self._promotions and self._promotions[0][0] <= now:
             _, ticket, seq = heapq.heappop(self._promotions)
-            if seq.ticket == ticket:
+            if seq.ticket != ticket:
+                continue
+            if (later := self._ages_at(seq)) > now:
+                heapq.heappush(self._promotions, (later, ticket, seq))
+            else:
                 self._enter(seq, seq.lane - 1)
+
+    def _ages_at(self, seq: Sequence) -> int:
+        """The earliest time for its next class by what it was put off."""
+        if not seq.request.is_patient:
+            return 0
+        return min(self.paced_at, seq.request.arrival + PATIENT_US) + self._ageing_us
 
     def _least_served(self, lane: int) -> int | None:
         """The tenant whose head is next in the lane."""
