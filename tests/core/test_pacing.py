@@ -253,6 +253,18 @@ def test_no_row_stands_idle_while_more_wait_than_there_are_rows():
     assert steps[Priority.BATCH] <= steps[Priority.NORMAL]
 
 
+def test_rows_that_would_not_be_busy_may_stand_idle():
+    """More wait than there are rows, but the longest output alone takes longer than all others one after the other in the other rows."""
+    outputs = [LONGEST, *[10] * 30]
+    cluster = wide(max_num_seqs=8)
+    offer(cluster, outputs, priority=Priority.BATCH)
+    assert prefill(cluster.plan()) <= policy.FLAT_STEP + policy.STEP_GRAIN
+    cluster.apply()
+    cluster.run()
+    assert len(cluster.plans) <= LONGEST + SPARE
+    assert not policy.rows_decide(sum(outputs), LONGEST, 8) and policy.rows_decide(sum(outputs), LONGEST, 4)
+
+
 @pytest.mark.usefixtures("many_decodes")
 def test_who_was_put_off_comes_no_sooner_for_it_than_one_in_a_hurry():
     """Those who wait by their own leave do not age; once others keep them waiting, they do."""

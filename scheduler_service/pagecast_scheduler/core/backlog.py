@@ -19,7 +19,8 @@ class Backlog:
     def __init__(self, max_model_len: int) -> None:
         self._tokens = np.zeros(max_model_len // GRAIN + 1, np.int64)
         self._counts = np.zeros(max_model_len // GRAIN + 1, np.int64)
-        self._sums: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None  # (output tokens of a class, tokens up to it), longest first
+        self._sums: tuple[NDArray[np.int64], NDArray[np.int64], int] | None = None
+        """(Output tokens of a class, prompt tokens up to it, the longest first; output of all.)"""
         self.num_sequences = 0
 
     def add(self, seq: Sequence, sign: int = 1) -> None:
@@ -43,7 +44,19 @@ class Backlog:
 
     def output_tokens(self) -> int:
         """Output that all of them may still have, at most."""
-        return int((self._counts * (np.arange(len(self._counts)) * GRAIN + GRAIN - 1)).sum())
+        return self._summed()[2]
+
+    def longest(self) -> int:
+        """Of these outputs; 0: none waits."""
+        outputs = self._summed()[0]
+        return int(outputs[0]) if len(outputs) else 0
+
+    def _summed(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        if self._sums is None:
+            classes: NDArray[np.int64] = np.flatnonzero(self._counts)[::-1]
+            outputs = classes * GRAIN + GRAIN - 1
+            self._sums = outputs, np.cumsum(self._tokens[classes]), int((self._counts[classes] * outputs).sum())
+        return self._sums
 
     def tokens_a_step(self, longest: int, begun: int, begun_output: int) -> tuple[float, int]:
         """Prefill tokens that every step must compute so that all end with the longest output, and for how many steps from now on
@@ -52,11 +65,8 @@ class Backlog:
         longest: output tokens that the longest of those that run has left. begun: prompt tokens left of sequences that have a row, of which
         the most urgent has begun_output more to follow. What waits comes after them, the longest first.
         """
-        if self._sums is None:
-            classes: NDArray[np.int64] = np.flatnonzero(self._counts)[::-1]
-            self._sums = classes * GRAIN + GRAIN - 1, np.cumsum(self._tokens[classes])
-        outputs, tokens = self._sums
-        first = max(begun_output if begun else 0, int(outputs[0]) if len(outputs) else 0)
+        outputs, tokens, _ = self._summed()
+        first = max(begun_output if begun else 0, self.longest())
         last = max(longest, begun_output, first)
         needed = begun / (last - begun_output + 1)
         if len(outputs):

@@ -17,18 +17,23 @@ def pace_budget(s: State, draft: PlanDraft, budget: int, now: int) -> int:
 
 def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
     """Prefill tokens of the next step beside the rows that decode in it. None: as many as there are, for somebody is in a hurry, or more
-    wait than there are rows, of which none may stand idle then."""
-    rows = s.rows
-    if s.queue.is_hurried(now) or s.isolating() or len(s.queue) > rows.num_free:
+    wait than there are rows and these would be busy to the end, so that none may stand idle."""
+    rows, backlog = s.rows, s.queue.backlog
+    if s.queue.is_hurried(now) or s.isolating():
         return None
-    begun, begun_output = 0, 0
+    begun, begun_output, outputs = 0, 0, backlog.output_tokens()
     for row in rows.prefilling:
         if rows.owner(row).request.is_hurried(now):
             return None
         begun += int(rows.num_tokens[row] - rows.num_computed[row])
-        begun_output = max(begun_output, int(rows.max_tokens[row] - rows.num_tokens[row]))
-    longest = int((rows.max_tokens[decodes] - rows.num_planned[decodes]).max()) if len(decodes) else 0
-    needed, slack = s.queue.backlog.tokens_a_step(longest, begun, begun_output)
+        output = int(rows.max_tokens[row] - rows.num_tokens[row])
+        begun_output, outputs = max(begun_output, output), outputs + output
+    left = rows.max_tokens[decodes] - rows.num_planned[decodes]
+    longest = int(left.max()) if len(decodes) else 0
+    last = max(longest, begun_output, backlog.longest())
+    if len(s.queue) > rows.num_free and policy.rows_decide(outputs + int(left.sum()), last, s.config.max_num_seqs):
+        return None
+    needed, slack = backlog.tokens_a_step(longest, begun, begun_output)
     steps = s.step + 1 - s.prefilled_in
     tokens = policy.paced_prefill(needed, steps, len(decodes), slack)
     if not tokens and steps >= policy.MOST_STEPS_LATE and not _has_room(s):

@@ -26,6 +26,8 @@ BULK = 1024
 """Then so many tokens are computed at once as soon as they are due."""
 MOST_STEPS_LATE = 8
 """So long prompts wait for a bulk where it costs time at the end: some must begin now to end with the longest, or others wait for rows."""
+ROWS_BUSY = 0.75
+"""Outputs that would keep so much of all rows busy until the longest ends leave no room for a row that stands idle."""
 STEP_GRAIN = 64
 """A step with prefill is padded to a multiple of so many tokens, so paced prefill fills one."""
 
@@ -47,6 +49,11 @@ class Running:
 def urgency(priority: int, waited_us: int, ageing_us: int) -> int:
     """Priority class after ageing: one class less for every ageing_us since arrival, down to -1 (overdue)."""
     return max(-1, priority - waited_us // ageing_us)
+
+
+def rows_decide(outputs: int, longest: int, num_rows: int) -> bool:
+    """Whether the end of a batch is decided by how full the rows are rather than by its longest output. outputs: of all who run or wait."""
+    return outputs > ROWS_BUSY * longest * num_rows
 
 
 def paced_prefill(needed: float, steps: int, num_decodes: int, slack: int) -> int:
