@@ -21,9 +21,11 @@ def prefills(recording: Path) -> list[int]:
 
 @pytest.mark.parametrize("priority", ["batch", "normal"])
 def test_prompts_are_computed_when_they_must_be(tmp_path: Path, priority: str) -> None:
-    """Steps so slow that all requests have come before the second one. The first prompts are those of the longest outputs."""
+    """Steps so slow that requests come faster than a batch's prompts are computed. However they come: in class normal a prompt is computed
+    whole in the step that finds it, as tokens enough are left; of a batch no step takes more than fits beside its decodes, so some are cut.
+    """
     recording = tmp_path / "recording"
-    options = {"num_frontends": 1, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 8192, "oracle_step_us": 20_000}
+    options = {"num_frontends": 1, "max_num_seqs": 64, "max_model_len": 512, "max_num_batched_tokens": 8192, "oracle_step_us": 50_000}
     prompts = [[number + 3] * LENGTH for number in range(COUNT)]
     params = [SamplingParams(max_tokens=4 + 3 * number, ignore_eos=True, detokenize=False) for number in range(COUNT)]
     params[0] = SamplingParams(max_tokens=LONGEST, ignore_eos=True, detokenize=False)
@@ -33,8 +35,9 @@ def test_prompts_are_computed_when_they_must_be(tmp_path: Path, priority: str) -
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
     tokens = prefills(recording)
     assert sum(tokens) == COUNT * LENGTH
+    cut = [count for count in tokens if count % LENGTH]
     if priority == "batch":
         # Before the longest one has come, the next ones are as urgent as it: five at most are of nearly the same length.
-        assert max(tokens) <= 3 * policy.FLAT_STEP and len(tokens) >= COUNT * LENGTH // (2 * policy.FLAT_STEP)
+        assert cut and max(tokens) <= 3 * policy.FLAT_STEP
     else:
-        assert max(tokens) > 4 * policy.FLAT_STEP
+        assert not cut
