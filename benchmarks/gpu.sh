@@ -56,7 +56,9 @@ part_qwen3() { offline 600 qwen3-8b $BESIDE $MODELS; }
 part_mixture() { offline 900 qwen3-30b-a3b --peer vllm --in-turn $MODELS; }
 part_deepseek() { offline 300 deepseek-v2-lite $MODELS; }
 part_families() { limited 300 bench kernels --results "$RESULTS" --parts experts,latent; } # what their kernels are worth
-part_invariant() { offline 600 llama8b --peer batch_invariant --gpu-memory-utilization 0.45 --workload single --workload decode; }
+# Two engines of ours do not share a GPU: each counts what is in use on it. So they run in turn.
+part_invariant() { offline 600 llama8b --peer batch_invariant --in-turn --workload single --workload decode; }
+part_classes() { offline 600 llama8b --peer normal_class --in-turn --workload seed64 --workload chat --workload short; }
 part_plans() { # steps of a plan: one, or as many as nothing else asks for
     for steps in 1 0; do offline 300 llama8b --workload single --workload decode --set max_steps_per_plan=$steps; done
 }
