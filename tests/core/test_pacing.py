@@ -136,11 +136,11 @@ def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, 
     backlog = Backlog(4096)
     for seq in sequences_of(lengths):
         backlog.add(seq)
-    pace, slack = backlog.tokens_a_step(longest, begun, begun_output if begun else 0)
     begun_output = begun_output if begun else 0
     # Who waits in a class of outputs is taken for one with the longest of it, and comes with all of the class.
     classes = sorted({output // GRAIN for _, output in lengths}, reverse=True)
     last = max([longest, begun_output, *(which * GRAIN + GRAIN - 1 for which in classes)])
+    pace, slack = backlog.tokens_a_step(last, begun, begun_output)
     wanted = [begun / (last - begun_output + 1)]
     for which in classes:
         due = begun + sum(tokens for tokens, output in lengths if output // GRAIN >= which)

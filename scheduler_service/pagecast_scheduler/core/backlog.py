@@ -58,17 +58,15 @@ class Backlog:
             self._sums = outputs, np.cumsum(self._tokens[classes]), int((self._counts[classes] * outputs).sum())
         return self._sums
 
-    def tokens_a_step(self, longest: int, begun: int, begun_output: int) -> tuple[float, int]:
+    def tokens_a_step(self, last: int, begun: int, begun_output: int) -> tuple[float, int]:
         """Prefill tokens that every step must compute so that all end with the longest output, and for how many steps from now on
         none of them could be computed without somebody ending later than that.
 
-        longest: output tokens that the longest of those that run has left. begun: prompt tokens left of sequences that have a row, of which
-        the most urgent has begun_output more to follow. What waits comes after them, the longest first.
+        last: output tokens that the longest of all, running or not, has left. begun: prompt tokens left of sequences that have a row, of
+        which the most urgent has begun_output more to follow, 0 of none. What waits comes after them, the longest first.
         """
         outputs, tokens, _ = self._summed()
-        first = max(begun_output if begun else 0, self.longest())
-        last = max(longest, begun_output, first)
         needed = begun / (last - begun_output + 1)
         if len(outputs):
             needed = max(needed, float(((tokens + begun) / (last + 1 - outputs)).max()))
-        return needed, last - first
+        return needed, last - max(begun_output, self.longest())

@@ -29,11 +29,10 @@ def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
         output = int(rows.max_tokens[row] - rows.num_tokens[row])
         begun_output, outputs = max(begun_output, output), outputs + output
     left = rows.max_tokens[decodes] - rows.num_planned[decodes]
-    longest = int(left.max()) if len(decodes) else 0
-    last = max(longest, begun_output, backlog.longest())
+    last = max(int(left.max()) if len(decodes) else 0, begun_output, backlog.longest())
     if len(s.queue) > rows.num_free and policy.rows_decide(outputs + int(left.sum()), last, s.config.max_num_seqs):
         return None
-    needed, slack = backlog.tokens_a_step(longest, begun, begun_output)
+    needed, slack = backlog.tokens_a_step(last, begun, begun_output)
     steps = s.step + 1 - s.prefilled_in
     tokens = policy.paced_prefill(needed, steps, len(decodes), slack)
     if not tokens and steps >= policy.MOST_STEPS_LATE and not _has_room(s):
