@@ -153,7 +153,7 @@ class RequestReport(Struct, frozen=True, forbid_unknown_fields=True):
     num_readers: int
     tenant_served_tokens: int
     least_served_tokens: int  # of the active tenants
-    lane: int  # class it waits in, ageing included; -1: overdue
+    lane: int  # class it waits in, ageing included; below 0: overdue
     labels: tuple[tuple[str, str], ...] = ()
 
 

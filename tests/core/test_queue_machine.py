@@ -22,13 +22,26 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue, self.tenants = self.state.queue, self.state.tenants
         self.members = []
         self.outputs = {}
+        self.others_turn = False
         self.now = 0
 
-    def rank(self, seq):
+    def lane(self, seq):
         request = seq.request
-        lane = max(-1, request.priority - (self.now - request.arrival) // AGEING)
+        lane = request.priority - (self.now - request.arrival) // AGEING
+        if lane >= 0:
+            return request.priority if self.is_patient(seq) else lane
+        patient = self.is_patient(seq) and not seq.resumed and request.deadline - self.now >= PATIENT_US
+        return -1 if patient else -2
+
+    def is_patient(self, seq):
+        return seq.request.priority == Priority.BATCH and seq.request.submit.deadline_ms in (-1, FAR_MS)
+
+    def rank(self, seq):
+        request, lane = seq.request, self.lane(seq)
+        if lane == -2:
+            return (-2, 0, 0, 0, 0, request.order)
         if lane == -1:
-            return (-1, 0, 0, 0, 0, request.order)
+            return (-1, 0, 0, request.arrival - self.outputs[request.order] * 10_000, request.order, 0)
         if seq.resumed:
             return (lane, 0, 0, 0, 0, request.order)
         due = request.deadline
@@ -37,7 +50,12 @@ class QueueMachine(RuleBasedStateMachine):
         return (lane, 1, int(self.tenants.served[request.tenant]), due, request.order, 0)
 
     def first(self):
-        return min(self.members, key=self.rank)
+        patient = min((seq for seq in self.members if self.lane(seq) in (-1, 2)), key=self.rank, default=None)
+        other = min((seq for seq in self.members if self.lane(seq) in (-2, 0, 1)), key=self.rank, default=None)
+        if patient is None or other is None:
+            return patient or other
+        earlier = self.lane(other) == -2 and other.request.order < patient.request.order
+        return other if self.others_turn or earlier or self.lane(patient) == 2 else patient
 
     @rule(
         priority=st.integers(0, 2), tenant=st.sampled_from("abc"), deadline=st.sampled_from([-1, 5, 50, FAR_MS]), resumed=st.booleans(),
@@ -59,7 +77,8 @@ class QueueMachine(RuleBasedStateMachine):
     def admit(self):
         seq = self.queue.take(self.now)
         assert self.rank(seq) == self.rank(self.first())
-        self.queue.remove(seq)
+        self.others_turn = self.lane(seq) == -1
+        self.queue.admit(seq)
         self.members.remove(seq)
         self.tenants.served[seq.request.tenant] += 7
 
@@ -92,7 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_patient_are_told_apart(self):
-        patient = [seq for seq in self.members if seq.request.priority == Priority.BATCH and seq.request.submit.deadline_ms in (-1, FAR_MS)]
+        patient = [seq for seq in self.members if self.is_patient(seq)]
         assert self.queue.backlog.is_of(patient)
         near = any(seq.request.deadline - self.now < PATIENT_US for seq in patient)
         assert self.queue.is_hurried(self.now) == (near or len(patient) < len(self.members))

@@ -360,7 +360,7 @@ class Waiting(_message.Message):
     """Tokens served to its tenant, and to the least served active one."""
     least_served_tokens: _builtins.int
     overdue: _builtins.bool
-    """It has waited so long that it comes before every class."""
+    """It has waited so long that it comes before every class, or of class BATCH by turns with the others."""
     explanation: _builtins.str
     """One sentence for a person."""
     def __init__(

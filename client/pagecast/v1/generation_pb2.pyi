@@ -1078,7 +1078,9 @@ class SchedulingOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_TIME_FIELD_NUMBER: _builtins.int
     priority: Global___Priority.ValueType
-    """A higher class is admitted first. Every 10 s of waiting raise a request by one class."""
+    """A higher class is admitted first. Every 10 s of waiting raise a request by one class; one of class BATCH without a time limit that
+    is near takes turns with the higher classes after 30 s.
+    """
     @_builtins.property
     def max_queue_time(self) -> _duration_pb2.Duration:
         """Past this wait the request ends with UNAVAILABLE, never silently."""

@@ -154,7 +154,7 @@ def _shared(s: State, seq: Sequence) -> Blocks:
 def _admit(s: State, draft: PlanDraft, seq: Sequence, hits: Blocks, budget: int, now: int) -> int:
     """WAITING -> RUNNING, with a first chunk. Returns the chunk's length."""
     request = seq.request
-    s.queue.remove(seq)
+    s.queue.admit(seq)
     s.start(request)
     computed = len(hits) * s.config.block_size
     length = min(seq.num_tokens - computed, budget)

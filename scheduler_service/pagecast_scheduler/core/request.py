@@ -90,6 +90,11 @@ class Request:
             return self.deadline
         return self.deadline - (self.max_tokens - self.num_prompt_tokens) * TOKEN_US
 
+    @property
+    def patient_order(self) -> int:
+        """What the patient are ordered by once they are overdue: the longest output first, but none that came long after goes before."""
+        return self.arrival - (self.max_tokens - self.num_prompt_tokens) * TOKEN_US
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
