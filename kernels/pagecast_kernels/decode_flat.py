@@ -256,6 +256,8 @@ class StepTiles:
         self._lists: dict[int, TileList] = {}  # by tile
         self._step: tuple[Tensor, ...] = ()
         self._filled: set[int] = set()  # tiles whose lists are this step's
+        self.ahead = False
+        """Whether the list that `of` gave last was there before: the launch after it may read it while the launch before that ends."""
 
     def of(self, block_table: Tensor, rows: Tensor, seq_lens: Tensor, block_size: int, tile: int) -> TileList:
         """The step's list of tiles of so many tokens, made now if no layer before needed it. Tensors as in reference.paged_decode."""
@@ -264,7 +266,8 @@ class StepTiles:
             self._lists[tile] = tile_list(self._max_seqs, block_table.shape[1], block_size, tile, block_table.device)
         if len(self._step) != 3 or any(a is not b for a, b in zip(step, self._step)):
             self._step, self._filled = step, set()
-        if tile not in self._filled:
+        self.ahead = tile in self._filled
+        if not self.ahead:
             list_tiles(self._lists[tile], *step, block_size)
             self._filled.add(tile)
         return self._lists[tile]
@@ -302,7 +305,8 @@ def paged_decode(
         if (of_bytes := decode_hopper_bytes.launch_for(q, k_cache, window, softcap)) is not None:
             tiles = workspace.tiles.of(block_table, rows, seq_lens, k_cache.shape[2], of_bytes.tile)
             scales = (scale, k_scale, v_scale)
-            return decode_hopper_bytes.launch(q, k_cache, v_cache, seq_lens, *scales, tiles, workspace.scratch, out, of_bytes)
+            args = (seq_lens, *scales, tiles, workspace.scratch, out, of_bytes, workspace.tiles.ahead)
+            return decode_hopper_bytes.launch(q, k_cache, v_cache, *args)
     if not suits(q, k_cache, window, k_scale):
         tables = (block_table, rows, seq_lens, scale)
         return decode.paged_decode(
@@ -317,7 +321,8 @@ def paged_decode(
 
         if (hopper := decode_hopper.launch_for(q, k_cache, softcap)) is not None:
             tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, hopper.tile)
-            return decode_hopper.launch(q, k_cache, v_cache, seq_lens, scale, tiles, workspace.scratch, out, hopper)
+            args = (seq_lens, scale, tiles, workspace.scratch, out, hopper, workspace.tiles.ahead)
+            return decode_hopper.launch(q, k_cache, v_cache, *args)
     config = configs.decode_flat(batch, num_kv_heads, dim, q.device, q.element_size())
     tiles = workspace.tiles.of(block_table, rows, seq_lens, block_size, config.tile)
     return launch(q, k_cache, v_cache, seq_lens, scale, softcap, tiles, workspace.scratch, out, config)

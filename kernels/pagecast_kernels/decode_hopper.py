@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import arrive, block_ids, clean, entry, ring_barriers, view, zero_padding
+from pagecast_kernels.hopper_tiles import arrive, block_ids, clean, entry, ring_barriers, take_turn, view, zero_padding
 from pagecast_kernels.shares import head_share_of
 
 
@@ -44,6 +44,7 @@ def _produce(
     place, first, own, left = entry(tiles_ptr, tile)
     ids = block_ids(blocks_ptr, tile, IDS)
     stage, slot, phase = begin * 0, begin * 0, begin * 0 + 1
+    gdc_wait()
     for at in range(begin, end):
         # What the next tile is, a tile ahead.
         last = tile + 1 == tiles
@@ -152,6 +153,7 @@ def _consume(
     programs = gl.num_programs(0)
     kv_head, tile = begin // tiles, begin % tiles
     place, first, own, left = entry(tiles_ptr, tile)
+    take_turn()
     zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
     stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
     while at < end:
@@ -206,7 +208,6 @@ def _decode_hopper(
     full, empty = ring_barriers(DEPTH)
     fence_async_shared()
     gl.thread_barrier()
-    gdc_wait()  # Up to here beside the end of the launch before, where the device can.
     tiles = gl.load(count_ptr)  # of one KV head
     program, begin, end, share, extra = head_share_of(gl.program_id(0), gl.num_programs(0), tiles, NUM_KV_HEADS, BY_HEAD)
     if begin < end:
@@ -223,6 +224,7 @@ def _decode_hopper(
             [PRODUCER],
         )  # fmt: skip
     else:
+        take_turn()
         zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, DIM)
 
 
@@ -244,9 +246,10 @@ def launch_for(q: Tensor, k_cache: Tensor, softcap: float = 0.0) -> configs.Hopp
 
 def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList, workspace: DecodeWorkspace, out: Tensor,
-    config: configs.HopperDecode,
+    config: configs.HopperDecode, ahead: bool = False,
 ) -> Tensor:  # fmt: skip
-    """decode_flat.launch by this kernel; `suits` must hold."""
+    """decode_flat.launch by this kernel; `suits` must hold. ahead: whether a launch that begins early may read the list of tiles at once,
+    as it was made before the launch before this one: see decode_flat.StepTiles."""
     (batch, num_heads, dim), (num_blocks, num_kv_heads, size, _) = q.shape, k_cache.shape
     group = num_heads // num_kv_heads
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
@@ -259,6 +262,6 @@ def launch(
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
         workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
         num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), dim, config.fetching,
-        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
+        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early and ahead,
     )  # fmt: skip
     return out

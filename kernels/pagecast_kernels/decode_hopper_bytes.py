@@ -20,7 +20,7 @@ from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_bytes import SPLIT
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import arrive, block_ids, entry, ring_barriers, zero_padding
+from pagecast_kernels.hopper_tiles import arrive, block_ids, entry, ring_barriers, take_turn, zero_padding
 from pagecast_kernels.shares import head_share_of
 
 _PAIRS = gl.constexpr("""{
@@ -57,6 +57,7 @@ def _produce(
     _, first, _, left = entry(tiles_ptr, tile)
     ids = block_ids(blocks_ptr, tile, IDS)
     stage, phase = begin * 0, begin * 0 + 1
+    gdc_wait()
     for _ in range(begin, end):
         # What the next tile is, a tile ahead.
         last = tile + 1 == tiles
@@ -161,6 +162,7 @@ def _consume(
     programs = gl.num_programs(0)
     kv_head, tile = begin // tiles, begin % tiles
     place, first, own, left = entry(tiles_ptr, tile)
+    take_turn()
     head_row = (place.to(gl.int64) * NUM_KV_HEADS + kv_head) * GROUP
     q0, q1 = _queries(q_ptr, head_row, 0, GROUP, ROWS), _queries(q_ptr, head_row, 1, GROUP, ROWS)
     zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, 128)
@@ -231,7 +233,6 @@ def _decode_hopper_bytes(
     full, empty = ring_barriers(DEPTH)
     fence_async_shared()
     gl.thread_barrier()
-    gdc_wait()  # Up to here beside the end of the launch before, where the device can.
     tiles = gl.load(count_ptr)  # of one KV head
     program, begin, end, share, extra = head_share_of(gl.program_id(0), gl.num_programs(0), tiles, NUM_KV_HEADS, BY_HEAD)
     if begin < end:
@@ -248,6 +249,7 @@ def _decode_hopper_bytes(
             [PRODUCER],
         )  # fmt: skip
     else:
+        take_turn()
         zero_padding(lens_ptr, out_ptr, batch, NUM_KV_HEADS, GROUP, OWN, 128)
 
 
@@ -283,9 +285,9 @@ def launch_for(q: Tensor, k_cache: Tensor, window: int = 0, softcap: float = 0.0
 
 def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, k_scale: Tensor, v_scale: Tensor, tiles: TileList,
-    workspace: DecodeWorkspace, out: Tensor, config: configs.HopperDecode,
+    workspace: DecodeWorkspace, out: Tensor, config: configs.HopperDecode, ahead: bool = False,
 ) -> Tensor:  # fmt: skip
-    """decode.paged_decode over a list of tiles; config.tile is the list's, and `suits` must hold."""
+    """decode.paged_decode over a list of tiles; config.tile is the list's, and `suits` must hold. ahead: as in decode_hopper.launch."""
     num_heads, (num_blocks, num_kv_heads, size, dim) = q.shape[1], k_cache.shape
     group, ids, rows = num_heads // num_kv_heads, max(tiles.tile // size, 1), num_blocks * num_kv_heads * size
     layout = gl.NVMMASharedLayout.get_default_for([8, 64], gl.int16)
@@ -297,6 +299,6 @@ def launch(
         q, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out, workspace.counters, workspace.parts, workspace.stats,
         k_scale, v_scale, q.shape[0], configs.score_scale(scale, 0.0)[0], rows,
         num_kv_heads, group, size, tiles.tile, config.depth, 8 if group <= 8 else 16, ids, triton.next_power_of_2(group), config.fetching,
-        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early,
+        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early and ahead,
     )  # fmt: skip
     return out

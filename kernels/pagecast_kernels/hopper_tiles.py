@@ -4,6 +4,7 @@ padding, and how parts become one. Triton's kernels have `paging` and `shares` f
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagecast_kernels.shares import head_owner
 
@@ -24,6 +25,14 @@ def ring_barriers(STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
 def view(pool, chunk, ROWS: gl.constexpr):
     """[ROWS, 64] of shared memory from a chunk on. A chunk is 8 rows of 64 columns, 1 KiB: what a swizzle pattern covers."""
     return pool.index(chunk)._reinterpret(pool.dtype, [ROWS, 64], pool.layout)
+
+
+@gluon.jit
+def take_turn():
+    """Wait for the end of the launch before, which may still run where this one was to begin early; from here on the next may begin, and
+    wait in its turn. Before, only what the launch before did not write may be read: the list of tiles."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @gluon.jit

@@ -208,7 +208,7 @@ def latent_decode(
         from pagecast_kernels import latent_hopper  # Gluon, which only this GPU needs
 
         tiles = workspace.tiles.of(block_table, rows, seq_lens, v_cache.shape[2], config.tile)
-        latent_hopper.launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config)
+        latent_hopper.launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config, workspace.tiles.ahead)
         if config.team:
             return out
     else:

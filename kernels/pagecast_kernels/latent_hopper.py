@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 from pagecast_kernels import configs
 from pagecast_kernels.decode import DecodeWorkspace
 from pagecast_kernels.decode_flat import TileList
-from pagecast_kernels.hopper_tiles import block_ids, clean, entry, ring_barriers, view, zero_padding
+from pagecast_kernels.hopper_tiles import block_ids, clean, entry, ring_barriers, take_turn, view, zero_padding
 from pagecast_kernels.shares import owner, share_of, team_of
 
 
@@ -42,6 +42,7 @@ def _produce(
     place, first, own, left = entry(tiles_ptr, begin)
     ids = block_ids(blocks_ptr, begin, IDS)
     stage, slot, phase = begin * 0, begin * 0, begin * 0 + 1
+    gdc_wait()
     for tile in range(begin, end):
         next_tile = gl.where(tile + 1 == end, begin, tile + 1)  # what the next tile is, a tile ahead; there is always one to read
         next_place, next_first, next_own, next_left = entry(tiles_ptr, next_tile)
@@ -212,6 +213,7 @@ def _consume(
     lane, head = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT)), gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
     held = (head < GROUP)[None, :]
     place, first, own, left = entry(tiles_ptr, begin)
+    take_turn()
     zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, RANK)
     stage, slot, phase, at = begin * 0, begin * 0, begin * 0, begin
     while at < end:
@@ -268,7 +270,6 @@ def _latent_decode_hopper(
     full, empty = ring_barriers(DEPTH)
     fence_async_shared()
     gl.thread_barrier()
-    gdc_wait()  # Up to here beside the end of the launch before, where the device can.
     begin, end, share, extra = share_of(gl.program_id(0), gl.num_programs(0), gl.load(count_ptr))
     if begin < end:
         gl.warp_specialize(
@@ -284,14 +285,16 @@ def _latent_decode_hopper(
             [PRODUCER],
         )  # fmt: skip
     else:
+        take_turn()
         zero_padding(lens_ptr, out_ptr, batch, 1, GROUP, OWN, CHUNKS * 64)
 
 
 def launch(
     q_latent: Tensor, q_rope: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList,
-    workspace: DecodeWorkspace, out: Tensor, config: configs.HopperDecode,
+    workspace: DecodeWorkspace, out: Tensor, config: configs.HopperDecode, ahead: bool = False,
 ) -> None:  # fmt: skip
-    """latent.latent_decode over a list of tiles of config.tile; see latent for what suits. Without teams, parts are left as they are."""
+    """latent.latent_decode over a list of tiles of config.tile; see latent for what suits. Without teams, parts are left as they are.
+    ahead: as in decode_hopper.launch."""
     (batch, heads, rank), size = q_latent.shape, v_cache.shape[2]
     kind = gl.bfloat16 if q_latent.dtype == torch.bfloat16 else gl.float16
     ids, rows = max(tiles.tile // size, 1), max(triton.next_power_of_2(heads), 8)
@@ -308,5 +311,5 @@ def launch(
         workspace.counters, workspace.teams, workspace.parts, workspace.stats,
         batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
         triton.next_power_of_2(heads), rank // 64, config.fetching, config.team, num_warps=4, maxnreg=config.registers,
-        launch_pdl=config.early,
+        launch_pdl=config.early and ahead,
     )  # fmt: skip
