@@ -1,5 +1,7 @@
 """`pagecast serve` as a process, for tests: started, waited for, asked about its processes, and ended."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import psutil
 
@@ -44,13 +47,16 @@ def pagecast(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def serve(*words: str) -> Iterator[Served]:
-    """Serve on a free port with a short drain, and end it afterwards if the test has not."""
+def serve(*words: str, terminal: bool = False) -> Iterator[Served]:
+    """Serve on a free port with a short drain, and end it afterwards if the test has not. terminal: standard error is one."""
     command = [*PAGECAST, "serve", "--port", "0", "--drain-announce-s", "0", "--drain-timeout-s", "2", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout and process.stderr
+    reading, writing = pty.openpty() if terminal else os.pipe()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing, text=True)
+    os.close(writing)
+    assert process.stdout
     served = Served(process, "")
-    reader = threading.Thread(target=lambda: served.lines.extend(process.stderr), daemon=True)
+    errors = os.fdopen(reading, errors="replace")
+    reader = threading.Thread(target=_read, args=(errors, served.lines), daemon=True)
     reader.start()
     try:
         first = process.stdout.readline()  # ends with the process, if it never serves
@@ -65,4 +71,9 @@ def serve(*words: str) -> Iterator[Served]:
         process.wait(timeout=LIMIT_S)
         reader.join(timeout=LIMIT_S)
         process.stdout.close()
-        process.stderr.close()
+        errors.close()
+
+
+def _read(errors: TextIO, lines: list[str]) -> None:
+    with suppress(OSError):  # a terminal ends so
+        lines.extend(errors)

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from e2e import cli_server
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,3 +99,14 @@ def test_with_json_logs_every_line_of_either_stream_is_json(monkeypatch: pytest.
     assert (output["process"], output["name"], output["line"]) == ("worker", "worker-0", "a library's warning")
     assert loaded == {"event": "loaded"} and (failed["event"], failed["name"], failed["why"]) == ("failed", "worker-0", "no memory")
     assert json.loads(told("h:1", "json")[0][0])["head"] == "h:1"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_the_roles_log_is_in_colour_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    with cli_server.serve("--executor", "oracle", "--log-format", "console", terminal=terminal) as served:
+        assert served.end() == 0
+    for role in ("scheduler", "frontend"):
+        said = [line for line in served.lines if "process" in line and role in line]
+        assert said and all(("\x1b[" in line) == terminal for line in said)

@@ -11,6 +11,11 @@ import structlog
 from pagecast_wire import log_lines
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture(autouse=True)
 def kept_settings() -> Iterator[None]:
     kept = structlog.get_config()
@@ -35,15 +40,38 @@ def test_auto_is_json_where_nobody_sits_at_a_terminal(capsys: pytest.CaptureFixt
     structlog.get_logger().info("read by a machine")
     assert json.loads(capsys.readouterr().err)["event"] == "read by a machine"
 
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     log_lines.configure("auto", "info")
     structlog.get_logger().info("read by people")
     assert "read by people" in screen.getvalue() and not screen.getvalue().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("stream", "environment", "coloured"),
+    [
+        (io.StringIO, {}, False),
+        (Terminal, {}, True),
+        (Terminal, {"NO_COLOR": "1"}, False),
+        (io.StringIO, {"FORCE_COLOR": "1"}, True),
+        (io.StringIO, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        (io.StringIO, {"FORCE_COLOR": "", "NO_COLOR": ""}, False),
+    ],
+)
+@pytest.mark.parametrize("trace", [False, True])
+def test_only_what_ends_up_on_a_terminal_is_coloured(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], environment: dict[str, str], coloured: bool, trace: bool
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    written = stream()
+    monkeypatch.setattr("sys.stderr", written)
+    log_lines.configure("console", "info", process="worker")
+    structlog.get_logger().warning("for people", exc_info=ValueError("bad") if trace else None)
+    assert "for people" in written.getvalue() and ("ValueError" in written.getvalue()) == trace
+    assert ("\x1b" in written.getvalue()) == coloured
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])

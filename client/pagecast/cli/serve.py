@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from pagecast_scheduler.launch.events import ChildExited, ChildHung, Event, Fail
 from pagecast_scheduler.launch.output import write_line
 from pagecast_scheduler.launch.run_dir import LaunchError, RunDir
 from pagecast_scheduler.launch.supervisor import Supervisor
+from pagecast_wire.log_lines import COLOURED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +31,10 @@ def run(args: argparse.Namespace) -> int:
     note = cluster.check(chosen)
     if chosen["node_rank"] == 0:
         cluster.check_port(chosen["host"], chosen["port"])
-    if chosen["log_format"] == "auto" and sys.stderr.isatty():
-        chosen["log_format"] = "console"  # the roles write into a pipe and cannot see the terminal
+    if sys.stderr.isatty():  # the roles write into a pipe and cannot see the terminal
+        os.environ.setdefault(COLOURED, "1")
+        if chosen["log_format"] == "auto":
+            chosen["log_format"] = "console"
     try:
         with ExitStack() as keepers, RunDir.take(args.run_dir) as run_dir:
             for name, keeps in (("port", "keeps_port"), ("http_port", "keeps_http_port")):
