@@ -36,9 +36,9 @@ def _on_hopper(launch: Callable[[], object]) -> object:
 
 
 def telling_variants() -> Iterator[Variant]:
-    """Rotation as it is before decode attention of Hopper."""
-    for name, launch in row_variants(torch.bfloat16):
-        if name.startswith("rope"):
+    """Rotation as it is before decode attention of Hopper, and sampling, whose launches wait by themselves there."""
+    for name, launch in (*row_variants(torch.bfloat16), *step_variants()):
+        if name.startswith(("rope", "sample")):
             yield f"{name} telling", functools.partial(_on_hopper, launch)
 
 

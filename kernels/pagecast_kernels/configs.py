@@ -337,6 +337,11 @@ def judge_slices(batch: int, vocab: int, device: torch.device | str) -> int:
     return next(slices for slices in (16, 4, 1) if slices <= max(wanted, 1))
 
 
+def beside_the_last(early: bool) -> dict[str, bool]:
+    """Options of a launch that may be made ready beside the one before it, and waits by itself: none where devices cannot, early False."""
+    return {"launch_pdl": True} if early else {}
+
+
 def row_warps(block: int) -> int:
     """Warps for a program that holds a row of `block` values: eight to a thread where the row is long."""
     return min(max(block // 256, 1), 16)

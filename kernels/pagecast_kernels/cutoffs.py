@@ -1,10 +1,14 @@
 """The cut-offs of sampling: the smallest logit that top-k, top-p and min-p keep of each row, without sorting one.
 
-Two launches. `_bound` splits every row among programs and keeps the maxima of interleaved columns: the k-th largest of them bounds
-the row's k-th largest from below and rather closely, so that few candidates lie above it. `_narrow` gathers those, again by many
-programs a row; the last of a row to arrive builds the exact cut-off bit by bit, by counting, and draws the row's token from them.
-Rows whose nucleus is wider than the candidates, top_k in the hundreds or thousands of equal logits stay open: see `open_rows`.
-A row without limits costs a glance at each.
+Three launches. `_bound` splits every row among programs and keeps the maxima of columns, which are short runs of neighbours at even
+distances. In `_pick` one program a row takes the k-th largest of them, which bounds the row's k-th largest from below and rather closely.
+What lies above it lies in the columns whose maxima do, so that the row's few candidates are found without going over it again: the exact
+cut-off is built from them bit by bit, by counting, and the row's token is drawn from them. Rows that such columns do not decide go to
+`_narrow`, where many programs a row gather the candidates, and the last of a row to arrive goes on as `_pick` does: top-p alone, whose
+mass is the whole row's, and rows whose candidates are many. Rows whose nucleus is wider than the candidates, top_k in the hundreds or
+thousands of equal logits stay open: see `open_rows`. A row without limits costs a glance at each.
+
+On Hopper a launch is made ready while the one before it ends, and waits by itself.
 """
 
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.noise import GREEDY_BELOW, PER_ROW, bits_of, key_of, noisy
@@ -20,8 +25,10 @@ from pagecast_kernels.searches import kth_largest, nucleus_of
 from pagecast_kernels.shares import arrives_last
 
 _TILE, _LARGE_TILE = 2048, 4096  # logits a step of the programs that share a row, where they gather and where they only look
-COLUMNS = 2048  # interleaved columns of a row whose maxima are kept
+COLUMNS = 2048  # of a row, whose maxima are kept
 _FEW = 256  # candidates that are taken together, wherever they lie
+_MOST = 192  # columns that `_pick` looks into
+_TOGETHER = 2048  # logits of them at a time
 WANTED = tl.constexpr(512)  # columns whose maxima bound the candidates where top-k does not say
 LEAST_TOP_P = tl.constexpr(0.4)  # below it few draws from a whole row are in the nucleus, and a search is as fast
 
@@ -35,7 +42,7 @@ KEY_BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
 @dataclass(frozen=True)
 class CutoffWorkspace:
-    """Device memory of one call at a time. counters int32[2 · B], zero between launches; cutoffs float32[B], NaN where open, and
+    """Device memory of one call at a time. counters int32[B], zero between launches; cutoffs float32[B], NaN where open, and
     states int32[B], the results; bounds float32[B, 3]: of a row with limits its candidates' bound, its largest logit and, with top-p
     alone, its mass relative to that; the rest is scratch: maxima, candidates and their tokens of each row, each slice's count and mass."""
 
@@ -59,7 +66,7 @@ def cutoff_workspace(max_rows: int, device: torch.device | str) -> CutoffWorkspa
     slices, whole = configs.MAX_CUT_SLICES, torch.int32
     most = slices * _segment(slices)
     return CutoffWorkspace(
-        make(2 * max_rows, dtype=whole), make(max_rows), make(max_rows, dtype=whole), make(max_rows, COLUMNS), make(max_rows, most),
+        make(max_rows, dtype=whole), make(max_rows), make(max_rows, dtype=whole), make(max_rows, COLUMNS), make(max_rows, most),
         make(max_rows, most, dtype=whole), make(max_rows, 3), make(max_rows, slices, dtype=torch.int32), make(max_rows, slices),
     )  # fmt: skip
 
@@ -81,12 +88,14 @@ def _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab):
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _bound(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, counters_ptr, cutoffs_ptr, states_ptr, maxima_ptr, bounds_ptr,
-    vocab, stride, slice_size,
-    BITS: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr, states_ptr, maxima_ptr, vocab, stride, slice_size,
+    SLICES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """The maxima of a slice's columns: of TILE // (COLUMNS // SLICES) neighbours in each tile; infinite where a column holds NaN."""
+    if EARLY:
+        gdc_launch_dependents()
     row, part = tl.program_id(0), tl.program_id(1)
-    temperature, top_k, _, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    _, _, _, _, _, _, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
     if part == 0:
         tl.store(states_ptr + row, TO_DRAW)
     if bounded:
@@ -95,25 +104,13 @@ def _bound(
         column = tl.arange(0, TILE)
         end = tl.minimum((part + 1) * slice_size, vocab)
         most = tl.full((TILE,), float("-inf"), tl.float32)
-        for start in tl.range(part * slice_size, end, TILE, num_stages=4):
-            most = tl.maximum(most, tl.load(logits + start + column, start + column < end, float("-inf")).to(tl.float32))
-        kept = tl.max(tl.reshape(most, (TILE // OWN, OWN)), 0)
+        for start in tl.range(part * slice_size, end, TILE, num_stages=1):
+            x = tl.load(logits + start + column, start + column < end, float("-inf")).to(tl.float32)
+            most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
+        runs = tl.reshape(most, (OWN, TILE // OWN))
+        broken = tl.max((~(runs < float("inf"))).to(tl.int32), 1)
+        kept = tl.where(broken > 0, float("inf"), tl.max(runs, 1))
         tl.store(maxima_ptr + row.to(tl.int64) * COLUMNS + part * OWN + tl.arange(0, OWN), kept)
-        tl.debug_barrier()
-        if arrives_last(counters_ptr + row, 0, SLICES - 1):
-            maxima = tl.load(maxima_ptr + row.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS), cache_modifier=".cg")
-            top = tl.max(maxima, 0)
-            bound = top
-            cutoff = tl.full((), float("-inf"), tl.float32)
-            if in_k | in_p:
-                bound = kth_largest(maxima, tl.where(in_k & (top_k <= WANTED), top_k, WANTED), BITS)
-            else:
-                cutoff = top + temperature * tl.log(min_p)
-                bound = cutoff
-            tl.store(bounds_ptr + 3 * row, bound)
-            tl.store(bounds_ptr + 3 * row + 1, top)
-            tl.store(cutoffs_ptr + row, cutoff)
-            tl.store(counters_ptr + row, 0)
     elif part == 0:
         tl.store(cutoffs_ptr + row, float("-inf"))
 
@@ -190,23 +187,25 @@ def _cut(x, fits, bound, top, inverse, whole, limits, BITS: tl.constexpr):
 
 
 @triton.jit
-def _finish_few(
-    candidates, tokens, counts, total, bound, top, inverse, whole, limits, key, outputs,
-    BITS: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
-    """The cut-off and the token of a row of at most FEW candidates, taken together wherever in the slices' segments they lie."""
-    cutoff_ptr, out_ptr, state_ptr, open_state = outputs
+def _gathered(candidates, tokens, counts, total, SEGMENT: tl.constexpr, FEW: tl.constexpr):
+    """The candidates of a row, at most FEW, and their tokens, wherever in the slices' segments they lie."""
     index = tl.arange(0, FEW)
     before = tl.cumsum(counts, 0)[None, :] <= index[:, None]
     place = tl.sum(before.to(tl.int32), 1) * SEGMENT + index - tl.sum(tl.where(before, counts[None, :], 0), 1)
     x = tl.load(candidates + place, index < total, float("-inf"), cache_modifier=".cg")
-    ids = tl.load(tokens + place, index < total, 0, cache_modifier=".cg")
+    return x, tl.load(tokens + place, index < total, 0, cache_modifier=".cg")
+
+
+@triton.jit
+def _finish_few(x, ids, total, bound, top, inverse, whole, limits, key, outputs, BITS: tl.constexpr, FEW: tl.constexpr):
+    """The cut-off and the token of a row whose candidates are the first `total` of x."""
+    cutoff_ptr, out_ptr, state_ptr, open_state = outputs
     cutoff = _cut(x, total >= 0, bound, top, inverse, whole, limits, BITS)
     tl.store(cutoff_ptr, cutoff)
     if cutoff == cutoff:
         seed, sequence, position = key
         score = noisy(x * inverse, bits_of(seed, sequence, position, ids))
-        score = tl.where((index < total) & (x >= cutoff), score, float("-inf"))
+        score = tl.where((tl.arange(0, FEW) < total) & (x >= cutoff), score, float("-inf"))
         tl.store(out_ptr, tl.min(tl.where(score == tl.max(score, 0), ids, 0x7FFFFFFF), 0))
         tl.store(state_ptr, DRAWN)
     else:
@@ -233,14 +232,98 @@ def _finish_many(
         tl.store(state_ptr, open_state)
 
 
+@triton.jit
+def _gather_columns(
+    logits, vocab, slice_size, every, wanted, columns, bound, candidates, tokens,
+    OWN: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, FEW: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Write the logits from `bound` up of the `wanted` of the columns `every`, and their tokens, while they fit FEW: how many there are.
+
+    OWN: columns of a slice. TILES: tiles of a slice, or more. TOGETHER: columns at a time. The columns are listed in tokens, past FEW."""
+    RUN: tl.constexpr = TILE // OWN
+    listed = tokens + FEW
+    tl.store(listed + tl.cumsum(wanted, 0) - 1, every, wanted > 0)
+    tl.debug_barrier()
+    inner = tl.arange(0, TILES)[:, None] * TILE + tl.arange(0, RUN)[None, :]
+    count = tl.zeros((), tl.int32)
+    for first in range(0, columns, TOGETHER):
+        index = first + tl.arange(0, TOGETHER)
+        which = tl.load(listed + index, index < columns, 0, cache_modifier=".cg")
+        end = tl.minimum((which // OWN + 1) * slice_size, vocab)
+        token = (which // OWN * slice_size + which % OWN * RUN)[:, None, None] + inner[None, :, :]
+        inside = (token < end[:, None, None]) & (index < columns)[:, None, None]
+        x = tl.reshape(tl.load(logits + token, inside, float("-inf")).to(tl.float32), (TOGETHER * TILES * RUN,))
+        token = tl.reshape(token, (TOGETHER * TILES * RUN,))
+        chosen = ((x >= bound) & (x > float("-inf"))).to(tl.int32)
+        place = count + tl.cumsum(chosen, 0) - 1
+        tl.store(candidates + place, x, (chosen > 0) & (place < FEW))
+        tl.store(tokens + place, token, (chosen > 0) & (place < FEW))
+        count += tl.sum(chosen, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+def _pick(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
+    cutoffs_ptr, states_ptr, out_ptr, bounds_ptr, maxima_ptr, candidates_ptr, tokens_ptr, vocab, stride, slice_size,
+    BITS: tl.constexpr, SLICES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCRATCH: tl.constexpr,
+    FEW: tl.constexpr, MOST: tl.constexpr, TOGETHER: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The bound of a row with limits; its cut-off and its token where no more than MOST columns and FEW candidates reach the bound."""
+    if EARLY:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    temperature, top_k, top_p, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
+    if EARLY:
+        gdc_wait()
+    if bounded:
+        every = tl.arange(0, COLUMNS)
+        maxima = tl.load(maxima_ptr + row.to(tl.int64) * COLUMNS + every)
+        top = tl.max(maxima, 0)
+        bound = top
+        cutoff = tl.full((), float("-inf"), tl.float32)
+        if in_k | in_p:
+            bound = kth_largest(maxima, tl.where(in_k & (top_k <= WANTED), top_k, WANTED), BITS)
+        else:
+            cutoff = top + temperature * tl.log(min_p)
+            bound = cutoff
+        tl.store(bounds_ptr + 3 * row, bound)
+        tl.store(bounds_ptr + 3 * row + 1, top)
+        tl.store(cutoffs_ptr + row, cutoff)
+        wanted = (maxima >= bound).to(tl.int32)
+        columns = tl.sum(wanted, 0)
+        decided = tl.where(in_k, top_k <= WANTED, ~in_p)  # without the mass of the whole row
+        if decided & (columns <= MOST) & (top < float("inf")):
+            candidates = candidates_ptr + row.to(tl.int64) * SCRATCH
+            tokens = tokens_ptr + row.to(tl.int64) * SCRATCH
+            total = _gather_columns(
+                logits_ptr + row.to(tl.int64) * stride, vocab, slice_size, every, wanted, columns, bound, candidates, tokens,
+                COLUMNS // SLICES, TILE, TILES, FEW, TOGETHER,
+            )  # fmt: skip
+            if total <= FEW:
+                index = tl.arange(0, FEW)
+                x = tl.load(candidates + index, index < total, float("-inf"), cache_modifier=".cg")
+                ids = tl.load(tokens + index, index < total, 0, cache_modifier=".cg")
+                limits = (temperature, top_k, top_p, min_p, in_k, in_p)
+                key = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
+                outputs = (cutoffs_ptr + row, out_ptr + row, states_ptr + row, TO_DRAW)
+                _finish_few(x, ids, total, bound, top, 1.0 / temperature, tl.zeros((), tl.float32), limits, key, outputs, BITS, FEW)
+
+
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _narrow(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
     counters_ptr, cutoffs_ptr, states_ptr, out_ptr, bounds_ptr, candidates_ptr, tokens_ptr, counts_ptr, masses_ptr,
     vocab, stride, slice_size,
-    BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, SLICES: tl.constexpr, SEGMENT: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
+    if tl.load(states_ptr + row) == DRAWN:
+        return
     temperature, top_k, top_p, min_p, in_k, in_p, bounded = _limits(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, row, vocab)
     if bounded:
         logits = logits_ptr + row.to(tl.int64) * stride
@@ -269,7 +352,8 @@ def _narrow(
             proposed = in_p & ~in_k & (top_p >= LEAST_TOP_P)
             outputs = (cutoffs_ptr + row, out_ptr + row, states_ptr + row, tl.where(proposed, PROPOSED, OPEN))
             if fits & (total <= FEW):
-                _finish_few(candidates, tokens, counts, total, bound, top, inverse, whole, limits, key, outputs, BITS, SEGMENT, FEW)
+                x, ids = _gathered(candidates, tokens, counts, total, SEGMENT, FEW)
+                _finish_few(x, ids, total, bound, top, inverse, whole, limits, key, outputs, BITS, FEW)
             else:
                 _finish_many(
                     candidates, tokens, counts_ptr + row * SLICES, fits, bound, top, inverse, whole, limits, key, outputs,
@@ -293,14 +377,20 @@ def find_cutoffs(
     slices = configs.cut_slices(batch, vocab, logits.device) if slices is None else slices
     slice_size = triton.cdiv(triton.cdiv(vocab, _LARGE_TILE), slices) * _LARGE_TILE
     limits, draws = (temperature, top_k, top_p, min_p), (seeds, sequence, positions)
-    bits, stride = KEY_BITS[logits.dtype], logits.stride(0)
-    rows = work.cutoffs.shape[0]
-    first, second = work.counters[:rows], work.counters[rows:]
+    bits, stride, early = KEY_BITS[logits.dtype], logits.stride(0), configs.is_hopper(logits.device)
     _bound[(batch, slices)](
-        logits, *limits, first, work.cutoffs, work.states, work.maxima, work.bounds, vocab, stride, slice_size,
-        bits, slices, COLUMNS, _LARGE_TILE, num_warps=4,
+        logits, *limits, work.cutoffs, work.states, work.maxima, vocab, stride, slice_size, slices, COLUMNS, _LARGE_TILE, early,
+        num_warps=4,
+    )  # fmt: skip
+    tiles = triton.next_power_of_2(triton.cdiv(slice_size, _LARGE_TILE))
+    together = max(_TOGETHER * COLUMNS // (_LARGE_TILE * slices * tiles), 1)
+    _pick[(batch,)](
+        logits, *limits, *draws, work.cutoffs, work.states, out, work.bounds, work.maxima, work.candidates, work.tokens,
+        vocab, stride, slice_size, bits, slices, COLUMNS, _LARGE_TILE, tiles, work.tokens.shape[1], _FEW, _MOST, together, early,
+        num_warps=8, **configs.beside_the_last(early),
     )  # fmt: skip
     _narrow[(batch, slices)](
-        logits, *limits, *draws, second, work.cutoffs, work.states, out, work.bounds, work.candidates, work.tokens, work.counts,
-        work.masses, vocab, stride, slice_size, bits, slices, _segment(slices), _FEW, _TILE, num_warps=4, maxnreg=96,
+        logits, *limits, *draws, work.counters, work.cutoffs, work.states, out, work.bounds, work.candidates, work.tokens, work.counts,
+        work.masses, vocab, stride, slice_size, bits, slices, _segment(slices), _FEW, _TILE, early,
+        num_warps=4, maxnreg=96, **configs.beside_the_last(early),
     )  # fmt: skip

@@ -12,6 +12,7 @@ for its cut-off, as often as it takes, and draws from what it keeps.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.cutoffs import COLUMNS, KEY_BITS, PROPOSED, WANTED, CutoffWorkspace
@@ -116,7 +117,10 @@ def _finish_open_rows(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, sequence_ptr, positions_ptr,
     states_ptr, out_ptr, bounds_ptr, counters_ptr, scratch_ptr, vocab, stride, slice_size,
     BITS: tl.constexpr, SLICES: tl.constexpr, WIDE: tl.constexpr, ROW_TILE: tl.constexpr, CANDIDATES: tl.constexpr, TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     state = tl.load(states_ptr + row)
     if state >= PROPOSED:
@@ -165,8 +169,10 @@ def finish_open_rows(
     batch, vocab = logits.shape
     slices = configs.judge_slices(batch, vocab, logits.device) if slices is None else slices
     slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
+    early = configs.is_hopper(logits.device)
     _finish_open_rows[(batch, slices)](
         logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, work.states, out, work.bounds, work.counters, work.candidates,
         vocab, logits.stride(0), slice_size,
-        KEY_BITS[logits.dtype], slices, COLUMNS, _ROW_TILE_BYTES // logits.element_size(), _CANDIDATES, _TILE, num_warps=16, maxnreg=128,
+        KEY_BITS[logits.dtype], slices, COLUMNS, _ROW_TILE_BYTES // logits.element_size(), _CANDIDATES, _TILE, early,
+        num_warps=16, maxnreg=128, **configs.beside_the_last(early),
     )  # fmt: skip

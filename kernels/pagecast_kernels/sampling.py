@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.cutoffs import DRAWN, OPEN, CutoffWorkspace, cutoff_workspace, find_cutoffs
@@ -43,8 +44,11 @@ def sample_workspace(max_rows: int, device: torch.device | str) -> SampleWorkspa
 def _choose(
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, states_ptr, out_ptr,
     counters_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,
-    SLICES: tl.constexpr, FILTERED: tl.constexpr, TILE: tl.constexpr,
+    SLICES: tl.constexpr, FILTERED: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + row.to(tl.int64) * stride
     random, inverse = scale_of(temperature_ptr, top_k_ptr, row)
@@ -100,12 +104,14 @@ def sample(
     rows = (logits, temperature, top_k, top_p, min_p, seeds, sequence, positions, out, work.narrowing)
     if filtered:
         find_cutoffs(*rows, cut_slices)
+    early = filtered and configs.is_hopper(logits.device)
     slices = configs.sample_slices(batch, vocab, logits.device)
     slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
     _choose[(batch, slices)](
         logits, temperature, top_k, seeds, sequence, positions, work.narrowing.cutoffs, work.narrowing.states, out,
         work.counters, work.best, work.best_ids,
-        vocab, logits.stride(0), slice_size, slices, filtered, _TILE, num_warps=8,
+        vocab, logits.stride(0), slice_size, slices, filtered, _TILE, early, num_warps=8,
+        **configs.beside_the_last(early),
     )  # fmt: skip
     if filtered:
         finish_open_rows(*rows, cut_slices)

@@ -49,7 +49,7 @@ def test_where_a_batch_begins_in_memory_compiles_nothing_anew() -> None:
     """Else the kernels that are compiled ahead, for tensors without memory, are not the ones that a batch of one needs."""
     done = outside_the_interpreter("-c", ROWS_OF_A_TABLE)
     assert dict(line.split() for line in done.stdout.splitlines()) == {
-        "_bound": "1", "_narrow": "1", "_choose": "1", "_finish_open_rows": "1",
+        "_bound": "1", "_pick": "1", "_narrow": "1", "_choose": "1", "_finish_open_rows": "1",
     }, done.stdout + done.stderr  # fmt: skip
 
 

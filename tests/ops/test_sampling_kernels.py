@@ -149,3 +149,17 @@ def test_cut_offs_do_not_depend_on_how_a_row_is_split(slices: int) -> None:
     random = (columns[0] >= reference.GREEDY_BELOW) & (columns[1] != 1) & settled
     assert (kept == want)[random].all(1).sum() >= random.sum() - 1  # a token on a nucleus' edge may fall on either side
     assert not work.counters.any()
+
+
+def test_columns_that_reach_the_bound_decide_rows_without_another_look_at_them() -> None:
+    """What `_narrow` does not gather has no counts. Where too many columns or candidates reach the bound, or the whole mass is asked for,
+    it gathers."""
+    logits = torch.randn(6, 40_001, generator=torch.Generator().manual_seed(9)).bfloat16() * 3
+    logits[4, 512:1400] = 16.0  # 888 candidates in 111 columns
+    options = [{"top_k": 50, "top_p": 0.9}, {"top_k": 7}, {"min_p": 0.1}, {"top_k": 300}, {"top_k": 9}, {"top_p": 0.9}]
+    args = [*(torch.cat(column) for column in zip(*(limits(1, **each) for each in options))), *draws(6)]
+    work, out = sampling.sample_workspace(6, "cpu"), torch.full((6,), -7, dtype=torch.int32)
+    got = sampling.sample(logits, *args, out=out, workspace=work, cut_slices=4).tolist()
+    assert got == reference.sample(logits, *args).tolist()
+    assert work.narrowing.counts.flatten()[: 6 * 4].view(6, 4).any(1).tolist() == [False, False, False, True, True, True]
+    assert (work.narrowing.states[:4] == cutoffs.DRAWN.value).all()

@@ -48,7 +48,7 @@ def test_parts_compile_every_kernel_between_them(tmp_path, monkeypatch, head_dim
     names = {path.stem for path in (tmp_path / "cache").glob("*/*.cubin")}
     assert names - {"_best_of_shard"} == {
         "_bound", "_choose", "_copy_blocks", "_embedding", "_finish_rows", "_gate_mul", "_gather_padded", "_gather_rows", "_narrow",
-         "_rms_norm", "_rope_and_write_kv", "_finish_open_rows",
+        "_pick", "_rms_norm", "_rope_and_write_kv", "_finish_open_rows",
         "_adjust_logits", "_forbid_tokens", "_note_tokens", "_top_logprobs",
     } - ({"_gate_mul"} if quantization == "int4" else set()) | own
     assert ("_best_of_shard" in names) == (ranks > 1)
