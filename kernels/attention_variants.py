@@ -106,7 +106,7 @@ def hopper_variants() -> Iterator[Variant]:
         (16, 1, 128, 128, torch.bfloat16), (9, 3, 64, 16, torch.bfloat16), (16, 1, 64, 128, torch.float16),
     ):  # fmt: skip
         q, cache = torch.zeros((2, heads, dim), dtype=dtype), torch.zeros((4, kv_heads, size, dim), dtype=dtype)
-        counts = {"few": 2, "several": configs.FEW_PAIRS // kv_heads, "many": configs.MANY_PAIRS}
+        counts = {"few": 2, "many": configs.MANY_PAIRS}
         found = {kind: configs.decode_hopper(n, kv_heads, heads // kv_heads, dim, size, "cpu") for kind, n in counts.items()}
         for config, kind in {config: kind for kind, config in reversed(found.items()) if config}.items():
             work, tiles = decode.decode_workspace(2, heads, kv_heads, dim, "cpu"), decode_flat.tile_list(2, 64, size, config.tile, "cpu")
