@@ -396,6 +396,12 @@ def test_plaintext_beyond_this_machine_needs_a_word_of_consent() -> None:
         assert check(FrontendConfig("/x", host=host)) is None
 
 
+@pytest.mark.parametrize(("seconds", "good"), [(0.0, True), (86_400.0, True), (-0.5, False), (86_400.5, False), (float("nan"), False)])
+def test_a_stream_may_be_left_for_a_day_at_most(seconds: float, good: bool) -> None:
+    problem = check(FrontendConfig("/x", max_detach_grace_s=seconds))
+    assert problem == (None if good else f"max_detach_grace_s must be 0 to 86400, not {seconds}")
+
+
 def test_the_namespace_key_is_made_once_and_separates_callers(tmp_path: Path) -> None:
     key = load_key(tmp_path)
     assert load_key(tmp_path) == key and len(key) == 32

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 import pytest
-from frontend.conftest import Rig, details, start_rig
+from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import finished
 from frontend.test_grpc_lifecycle import collect, run_dir, spec, stream
 from google.protobuf.duration_pb2 import Duration
@@ -170,6 +170,30 @@ async def test_what_a_broken_stream_leaves_behind(rig: Rig, detach: bool) -> Non
     else:
         await rig.scheduler.next(Abort)
         assert rig.scheduler.aborted() == [submit.key] and rig.scheduler.all(Leave) == []
+
+
+async def test_how_long_a_stream_may_ask_to_go_on_alone_is_the_operators_to_say(run_dir: Any) -> None:
+    """--max-detach-grace-s: what who asks for nothing gets, and the most for who does; of a resumed stream as well."""
+    rig = await start_rig(run_dir, max_detach_grace_s=5.0)
+    detach = pb.ON_DISCONNECT_DETACH
+    asked: list[dict[str, Any]] = [{}, {"detach_grace": Duration(seconds=5)}, {"detach_grace": Duration(nanos=250_000_000)}]
+    for count, (options, granted_ms) in enumerate(zip(asked, (5000, 5000, 250), strict=True), 1):
+        wanted = pb.DeliveryOptions(on_disconnect=detach, **options)
+        call = rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec(), delivery=wanted))
+        submit = await rig.scheduler.accept(count)
+        await call.read()
+        call.cancel()
+        assert await rig.scheduler.next(Leave, count) == Leave((submit.key,), granted_ms, keeps=True)
+    longer: dict[str, Any] = {"on_disconnect": detach, "detach_grace": Duration(seconds=5, nanos=1_000_000)}
+    asks = (
+        rig.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec(), delivery=pb.DeliveryOptions(**longer))),
+        resume(rig, "r", pb.SequenceCursor(), **longer),
+    )
+    for call in asks:
+        code, found = await failure(call)
+        (violation,) = found["BadRequest"].field_violations
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and violation.field == "delivery.detach_grace" and "5" in violation.description
+    await stop_rig(rig)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
