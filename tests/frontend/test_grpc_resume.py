@@ -11,7 +11,7 @@ from frontend.test_grpc_lifecycle import collect, run_dir, spec, stream
 from google.protobuf.duration_pb2 import Duration
 
 from pagecast.v1 import generation_pb2 as pb
-from pagecast_scheduler.frontend import delivery
+from pagecast_scheduler.frontend import delivery, engine_client
 from pagecast_scheduler.frontend.chat import compile_template
 from pagecast_scheduler.frontend.tokenizer import ByteTokenizer
 from pagecast_wire.control import Attach, CancelReport, CancelRequests, Leave
@@ -250,6 +250,18 @@ async def test_cancel_generation(rig: Rig, live: tuple[str, ...], ended: tuple[s
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     else:
         assert (await call).result == result
+
+
+async def test_a_question_to_a_scheduler_that_dies_is_told_so_when_there_is_another(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one was not asked: whoever waits for its answer waits in vain."""
+    monkeypatch.setattr(engine_client, "ANSWER_S", 3600.0)
+    call = rig.generation.CancelGeneration(pb.CancelGenerationRequest(request_id="r"), timeout=60)
+    await rig.scheduler.next(CancelRequests)
+    await rig.restart_scheduler()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and details(caught.value)[1]["ErrorInfo"].reason == "RECOVERING"
+    assert rig.scheduler.all(CancelRequests) == []
 
 
 async def test_a_resuming_reader_survives_the_scheduler(rig: Rig) -> None:

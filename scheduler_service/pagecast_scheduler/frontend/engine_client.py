@@ -293,6 +293,9 @@ class EngineClient:
     def _resubmit(self, welcome: FrontendWelcome) -> None:
         is_new_slot = welcome.slot != self.link.slot
         self.link.join(welcome.slot)
+        for answer in self._questions.values():  # what one scheduler was asked another does not know
+            if not answer.done():
+                answer.set_exception(Refusal(Reason.RECOVERING))
         streams = list(self._live.values())
         self._live.clear()
         now = time.monotonic()
