@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,43 @@ def test_a_batch_is_answered_and_taken_up_again_where_it_broke(tmp_path: Path) -
     repeated = read(output)
     for key, value in repeated.items():
         assert value["body"].get("choices") == answers[key]["body"].get("choices")
+
+
+def test_the_longest_outputs_are_asked_first(tmp_path: Path) -> None:
+    """More lines than are under way at a time: what comes last in the file must not begin when all else has ended."""
+    source = tmp_path / "in.jsonl"
+    limits: dict[str, dict[str, Any]] = {
+        "ten": {"max_tokens": 10}, "default": {}, "thirty": {"max_tokens": 30}, "none": {"max_tokens": 30, "priority": "normal"},
+        "also ten": {"max_tokens": 10}, "twenty": {"max_tokens": 20},
+    }  # fmt: skip
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": [1, 2], "ignore_eos": True} | limit}
+        for name, limit in limits.items()
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = pagecast("batch", str(source), "--executor", "oracle", "--concurrency", "1")
+    assert done.returncode == 0, done.stderr
+    answers = read(tmp_path / "in.output.jsonl")
+    assert list(answers) == ["none", "thirty", "twenty", "default", "ten", "also ten"]
+    assert [answer["body"]["usage"]["completion_tokens"] for answer in answers.values()] == [30, 30, 20, 16, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "most"),
+    [
+        ("/v1/chat/completions", {}, math.inf),
+        ("/v1/chat/completions", {"max_completion_tokens": 7}, 7),
+        ("/v1/chat/completions", {"max_tokens": 9}, 9),
+        ("/v1/chat/completions", {"max_tokens": None}, math.inf),
+        ("/v1/completions", {}, 16),
+        ("/v1/completions", {"max_tokens": None}, math.inf),
+        ("/v1/completions", {"max_tokens": "many"}, math.inf),  # the server says what is wrong with it
+        ("/v1/completions", {"max_tokens": 3, "priority": "batch"}, 3),
+        ("/v1/completions", {"max_tokens": 3, "priority": ["batch"]}, math.inf),
+    ],
+)
+def test_how_much_output_a_line_may_have(url: str, body: dict[str, Any], most: float) -> None:
+    assert batch.Task("a", url, body).most_output == most
 
 
 def test_a_file_without_a_request_is_refused_by_its_first_line(tmp_path: Path) -> None:

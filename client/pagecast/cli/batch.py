@@ -6,6 +6,7 @@ Every line goes through the HTTP gateway's own application, without a socket: wh
 import argparse
 import asyncio
 import json
+import math
 import os
 import secrets
 import shutil
@@ -67,6 +68,15 @@ class Task:
     url: str
     body: dict[str, Any]
 
+    @property
+    def most_output(self) -> float:
+        """Tokens that its output may have; infinite where nothing limits it, and where it names a class of its own, which does not wait."""
+        if self.body.get("priority", "batch") != "batch":
+            return math.inf
+        unless_given = 16 if self.url == "/v1/completions" else self.body.get("max_completion_tokens")
+        limit = self.body.get("max_tokens", unless_given)
+        return limit if isinstance(limit, int) else math.inf
+
 
 Fault = tuple[str | None, str, str]
 """The field, OpenAI's word for what is wrong with it, and the same as a sentence."""
@@ -123,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output) if args.output else source.with_suffix(".output.jsonl")
     done = answered(output)
     left = [task for task in tasks if task.custom_id not in done]
+    left.sort(key=lambda task: -task.most_output)  # of those under way the scheduler sees to it; no long one may be left over at the end
     with opened(output) as sink:
         _put(sink, [line.answer() for line in bad])
         _complain(source, bad)
