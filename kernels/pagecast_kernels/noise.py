@@ -76,9 +76,11 @@ def best_of(logits, begin, end, cutoff, random, inverse, key, ABOVE: tl.constexp
             x = x * inverse
             if tl.max(x, 0) + _MOST_NOISE > leader:
                 bits = bits_from(seed, sequence, position, start, TILE // 4)
-                # -log u >= 1 - u, so -log(1 - u) bounds the noise from above: few tiles need the exact one.
-                bound = x - tl.log2((8388607 - bits).to(tl.float32) + 0.5) * 0.6931471805599453 + (15.942385152878742 + 1e-3)
-                if tl.max(bound, 0) > leader:
+                # -log u >= 1 - u, so -log(1 - u) bounds the noise from above, and what may lead has 1 - u < e^(x - leader), with
+                # something to spare for rounding: few tiles need the exact noise.
+                rest = (8388607 - bits).to(tl.float32) + 0.5
+                may_lead = rest < tl.exp2((x - leader) * 1.4426950408889634 + (23.0 + 2e-3))
+                if tl.max(may_lead.to(tl.int32), 0) > 0:
                     score = noisy(x, bits)
                     best_id = tl.where(score > best, start + column, best_id)
                     best = tl.maximum(best, score)

@@ -7,7 +7,6 @@ import pytest
 
 from pagecast.bench import results, workloads
 from pagecast.cli import bench_quantized, bench_serve
-from pagecast_kernels import bench_cases
 
 
 def serve_args(line: str) -> argparse.Namespace:
@@ -73,6 +72,8 @@ class Steady:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Steady]:
     """What the bench starts, in place of engines on a GPU."""
+    from pagecast_kernels import bench_cases  # triton, which tests of kernels want to choose the interpreter for before it is imported
+
     started: list[Steady] = []
     running: list[dict[str, str]] = []
 
