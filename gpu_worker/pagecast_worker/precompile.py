@@ -36,7 +36,7 @@ MOST_PROCESSES = 12
 WAIT_SECONDS = 60.0
 LONGEST = (
     "_wide_experts", "_finish_open_rows", "_paged_prefill_hopper", "_paged_decode", "_narrow", "_decode_flat", "_decode_hopper",
-    "_decode_hopper_bytes", "_attend_prefix", "_few_rows",
+    "_decode_hopper_bytes", "_attend_prefix", "_few_rows", "_pick",
 )  # fmt: skip
 """Kernels that take several times as long to compile as others, longest first: 2.6 to 0.6 s of processor time, where others take 0.2."""
 _NUMBER = 2  # bytes that name a kernel to a process
@@ -57,7 +57,7 @@ class Precompilation:
 
         properties = torch.cuda.get_device_properties(device)
         request = {
-            "shape": dataclasses.asdict(shape) | {"num_layers": _layers(shape, config.quantization)},
+            "shape": dataclasses.asdict(shape) | {"num_layers": layers_to_launch(shape, config.quantization)},
             "dtype": str(dtype).removeprefix("torch."), "max_blocks": max_blocks, "block_size": config.block_size,
             "max_num_seqs": config.max_num_seqs, "max_num_batched_tokens": config.max_num_batched_tokens,
             "ranks": config.tensor_parallel_size,
@@ -90,9 +90,12 @@ class Precompilation:
         _log.info("kernels compiled ahead", processes=self._parts, seconds=round(time.monotonic() - self._began, 1))
 
 
-def _layers(shape: ModelConfig, method: str | None) -> int:
-    """How many of the first layers have one of every kind among them, the last one being another kind where it is not rounded."""
-    return min(shape.layers_of_every_kind() + (method == "fp8"), shape.num_layers)
+def layers_to_launch(shape: ModelConfig, method: str | None) -> int:
+    """How many of the first layers launch all that the model's layers do: one of every kind, the last one being another kind where it is
+    not rounded; and two that see all tokens, as decode's launch in the second, which finds the list of tiles made, may begin early."""
+    every = shape.layers_of_every_kind() + (method == "fp8")
+    whole = [layer for layer in range(shape.num_layers) if not shape.window(layer)]
+    return min(max([every, *(layer + 1 for layer in whole[1:2])]), shape.num_layers)
 
 
 def tell_of_compilations() -> None:

@@ -69,9 +69,9 @@ class HopperPrefill:
 class HopperDecode:
     """The warp-specialised decode of Hopper. tile: KV tokens a step; depth: tiles in flight of a program; programs: how many share the
     work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest; early:
-    started before the launch before it has ended, for which it then waits; by_head: whether a share is of one KV head, of which all have
-    equally many programs; team: of latents, programs whose parts one of them adds up where a sequence has many, 0 leaves all to another
-    launch."""
+    started before the launch before it has ended, for which it then waits, unless the list of tiles is made for this launch; by_head:
+    whether a share is of one KV head, of which all have equally many programs; team: of latents, programs whose parts one of them adds up
+    where a sequence has many, 0 leaves all to another launch."""
 
     tile: int
     depth: int

@@ -1,5 +1,6 @@
 """Which decodes go to the warp-specialised kernel, with which list of tiles; and, on a Hopper GPU, its numbers."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -86,6 +87,24 @@ def test_steps_of_one_workspace_may_differ_in_their_tile(taken: Taken, monkeypat
         assert attend(few, work, softcap=20.0).isfinite().all()
         assert taken[-1][0].count.item() == 3  # the list that the graph's launches hold was left alone
     assert len(taken) == 2
+
+
+def test_the_layer_that_makes_the_list_does_not_read_it_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launch follows the one that writes the list; those of the step's other layers come later. Steps that differ in their tile have
+    a list each."""
+    ahead: list[bool] = []
+    monkeypatch.setattr(decode_hopper, "launch", lambda *args: ahead.append(args[9]) or args[7])
+    monkeypatch.setattr(configs, "is_hopper", lambda device: True)
+    one, other = (paged_case.make(4, [5, 40], [1] * 2, 8, 2, 128, 16, torch.float16) for _ in range(2))
+    work = decode_flat.step_workspace(2, 8, 2, 128, "cpu")
+    for case in (one, one, one, other, other, one):
+        attend(case, work)
+    config = configs.decode_hopper(2, 2, 4, 128, 16, "cpu")
+    assert config
+    monkeypatch.setattr(configs, "decode_hopper", lambda *_: dataclasses.replace(config, tile=128))
+    attend(one, work)
+    attend(one, work)
+    assert ahead == [False, True, True, False, True, False, False, True]
 
 
 @pytest.mark.parametrize(("processors", "even"), [(132, 128), (114, 114), (78, 78)])

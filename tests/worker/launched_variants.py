@@ -24,7 +24,7 @@ from pagecast_worker.config import WorkerConfig
 from pagecast_worker.graphs import buckets, warm_sizes
 from pagecast_worker.loading.random import RandomWeights
 from pagecast_worker.mixed_graphs import sizes_for
-from pagecast_worker.precompile import launch_all, note_launches
+from pagecast_worker.precompile import launch_all, layers_to_launch, note_launches
 from pagecast_worker.sharing import sharing_for
 from pagecast_worker.steps import decode_step, padded_step, prefill_step, try_sizes
 from pagecast_worker.torch_executor import TorchExecutor
@@ -118,8 +118,9 @@ def main(folder: Path) -> None:
     note_launches(90, 132)  # names the GPU
     worker = worker_of(folder)
     keys = note_keys()
+    shape = RandomWeights(folder, torch.device("cpu")).config
     request = {
-        "shape": dataclasses.asdict(RandomWeights(folder, torch.device("cpu")).config), "dtype": "bfloat16",
+        "shape": dataclasses.asdict(shape) | {"num_layers": layers_to_launch(shape, None)}, "dtype": "bfloat16",
         "max_blocks": LENGTH // 16, "block_size": 16, "max_num_seqs": ROWS, "max_num_batched_tokens": BUDGET, "ranks": 1,
         "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False, "fold_norms": True,
         "device_name": "NVIDIA H200",

@@ -89,7 +89,7 @@ def test_nothing_gets_ready_where_there_is_no_gpu_or_a_full_cache(tmp_path, monk
 def test_every_kernel_that_a_worker_launches_is_compiled_ahead(tmp_path, heads, kv_heads, head_dim):
     """Of an H200's, with requests of every kind: in other words, serving waits for no compiler."""
     write_config(
-        tmp_path, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=128256, num_hidden_layers=1,
+        tmp_path, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=128256, num_hidden_layers=3,
         max_position_embeddings=2048,
     )  # fmt: skip
     assert not_compiled_ahead(tmp_path) == []
