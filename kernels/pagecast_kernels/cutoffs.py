@@ -291,10 +291,10 @@ def _pick(
         tl.store(bounds_ptr + 3 * row, bound)
         tl.store(bounds_ptr + 3 * row + 1, top)
         tl.store(cutoffs_ptr + row, cutoff)
-        wanted = (maxima >= bound).to(tl.int32)
+        wanted = ((maxima >= bound) & (maxima > float("-inf"))).to(tl.int32)  # of masked rows the bound may be -inf
         columns = tl.sum(wanted, 0)
         decided = tl.where(in_k, top_k <= WANTED, ~in_p)  # without the mass of the whole row
-        if decided & (columns <= MOST) & (top < float("inf")):
+        if decided & (columns > 0) & (columns <= MOST) & (top < float("inf")):
             candidates = candidates_ptr + row.to(tl.int64) * SCRATCH
             tokens = tokens_ptr + row.to(tl.int64) * SCRATCH
             total = _gather_columns(

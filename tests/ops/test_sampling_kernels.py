@@ -163,3 +163,15 @@ def test_columns_that_reach_the_bound_decide_rows_without_another_look_at_them()
     assert got == reference.sample(logits, *args).tolist()
     assert work.narrowing.counts.flatten()[: 6 * 4].view(6, 4).any(1).tolist() == [False, False, False, True, True, True]
     assert (work.narrowing.states[:4] == cutoffs.DRAWN.value).all()
+
+
+def test_rows_of_which_a_mask_leaves_fewer_tokens_than_top_k_are_drawn_at_once() -> None:
+    """As rules of structured output leave them: nothing but their tokens is above -inf. A row without any has no token."""
+    logits = torch.full((3, 9001), float("-inf")).bfloat16()
+    logits[0, [4, 700, 8999]] = torch.tensor([1.0, 3.0, 2.5]).bfloat16()
+    logits[1, 6000] = -40.0
+    args = [*limits(3, top_k=20, top_p=0.95), *draws(3)]
+    work, out = sampling.sample_workspace(3, "cpu"), torch.full((3,), -7, dtype=torch.int32)
+    got = sampling.sample(logits, *args, out=out, workspace=work, cut_slices=4).tolist()
+    assert got == reference.sample(logits, *args).tolist() and got[1:] == [6000, -1]
+    assert (work.narrowing.states[:2] == cutoffs.DRAWN.value).all() and not work.narrowing.counters.any()
