@@ -50,7 +50,8 @@ def test_a_hopper_gpu_takes_what_suits(monkeypatch: pytest.MonkeyPatch, heads: i
     args = (*(x.contiguous() for x in q), *caches, case.block_table, case.rows, case.seq_lens)
     work, calls = latent.latent_workspace(count, heads, 512, "cpu"), []
 
-    def launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config) -> None:
+    def launch(q_latent, q_rope, k_cache, v_cache, seq_lens, scale, tiles, scratch, out, config, ahead) -> None:
+        assert ahead == bool(calls)  # the first one's list was made in its own call
         calls.append(tiles)
         assert tiles.tile == config.tile == 64 and scratch is work.scratch
         assert tiles.count.item() == sum(-(-n // 64) for n in lens_of_batch)
