@@ -68,8 +68,7 @@ class HopperPrefill:
 @dataclass(frozen=True)
 class HopperDecode:
     """The warp-specialised decode of Hopper. tile: KV tokens a step; depth: tiles in flight of a program; programs: how many share the
-    work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest; early:
-    started before the launch before it has ended, for which it then waits, unless the list of tiles is made for this launch; by_head:
+    work; registers: of a thread at the start, of which `fetching` are left to those that only fetch and the others get the rest; by_head:
     whether a share is of one KV head, of which all have equally many programs; team: of latents, programs whose parts one of them adds up
     where a sequence has many, 0 leaves all to another launch."""
 
@@ -78,7 +77,6 @@ class HopperDecode:
     programs: int
     registers: int
     fetching: int = 40
-    early: bool = False
     by_head: bool = False
     team: int = 0
 
@@ -213,11 +211,11 @@ def decode_hopper(
     """
     if batch * num_kv_heads <= 2 * FEW_PAIRS:
         programs = even(processors(device)) if _is_power_of_2(num_kv_heads) else processors(device)
-        return HopperDecode(tile=64, depth=3, programs=programs, registers=144, early=True)
+        return HopperDecode(tile=64, depth=3, programs=programs, registers=144)
     if group > 8 or block_size < 16:  # which spill
         return None
     programs = max(3 * processors(device) // num_kv_heads, 1) * num_kv_heads
-    return HopperDecode(tile=64, depth=2, programs=programs, registers=80, fetching=32, early=True, by_head=True)
+    return HopperDecode(tile=64, depth=2, programs=programs, registers=80, fetching=32, by_head=True)
 
 
 HOPPER_PREFILL = HopperPrefill(tile=128, stages=2)
@@ -288,7 +286,7 @@ def latent_hopper(batch: int, device: torch.device | str) -> HopperDecode:
     """Launch of latent_hopper, whose tile is the rows of a warpgroup's product, of which shared memory holds two. Measured with 16 heads on
     an H200, 30 November 2026."""
     team = 0 if batch <= LATENT_FEW else 8
-    return HopperDecode(tile=64, depth=2, programs=even(processors(device)), registers=144, early=True, team=team)
+    return HopperDecode(tile=64, depth=2, programs=even(processors(device)), registers=144, team=team)
 
 
 def latent_prefill(device: torch.device | str, itemsize: int = 2) -> Prefill:

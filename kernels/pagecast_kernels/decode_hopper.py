@@ -247,8 +247,8 @@ def launch(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor, scale: float, tiles: TileList, workspace: DecodeWorkspace, out: Tensor,
     config: configs.HopperDecode, ahead: bool = False,
 ) -> Tensor:  # fmt: skip
-    """decode_flat.launch by this kernel; `suits` must hold. ahead: whether a launch that begins early may read the list of tiles at once,
-    as it was made before the launch before this one: see decode_flat.StepTiles."""
+    """decode_flat.launch by this kernel; `suits` must hold. ahead: to begin before the launch before this one has ended, which did not
+    make the list of tiles: see decode_flat.StepTiles."""
     (batch, num_heads, dim), (num_blocks, num_kv_heads, size, _) = q.shape, k_cache.shape
     group = num_heads // num_kv_heads
     kind = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
@@ -261,6 +261,6 @@ def launch(
         q_desc, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out,
         workspace.counters, workspace.parts, workspace.stats, batch, configs.score_scale(scale, 0.0)[0], cache_rows,
         num_kv_heads, group, size, tiles.tile, config.depth, q_rows, ids, triton.next_power_of_2(group), dim, config.fetching,
-        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early and ahead,
+        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=ahead,
     )  # fmt: skip
     return out

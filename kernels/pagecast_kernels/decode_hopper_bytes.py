@@ -262,11 +262,11 @@ def config_for(batch: int, num_kv_heads: int, group: int, device: torch.device |
     pairs, processors = batch * num_kv_heads, configs.processors(device)
     if pairs <= configs.FEW_PAIRS:
         programs = configs.even(2 * processors)
-        return configs.HopperDecode(tile=128, depth=3, programs=programs, registers=128, fetching=40, early=True)
+        return configs.HopperDecode(tile=128, depth=3, programs=programs, registers=128, fetching=40)
     if group > 8:
         return None
     programs = max(configs.even(4 * processors) // num_kv_heads, 1) * num_kv_heads
-    return configs.HopperDecode(tile=64, depth=3, programs=programs, registers=64, fetching=24, early=True, by_head=True)
+    return configs.HopperDecode(tile=64, depth=3, programs=programs, registers=64, fetching=24, by_head=True)
 
 
 def suits(q: Tensor, k_cache: Tensor, window: int = 0, softcap: float = 0.0) -> bool:
@@ -299,6 +299,6 @@ def launch(
         q, k_desc, v_desc, seq_lens, tiles.count, tiles.tiles, tiles.blocks, out, workspace.counters, workspace.parts, workspace.stats,
         k_scale, v_scale, q.shape[0], configs.score_scale(scale, 0.0)[0], rows,
         num_kv_heads, group, size, tiles.tile, config.depth, 8 if group <= 8 else 16, ids, triton.next_power_of_2(group), config.fetching,
-        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=config.early and ahead,
+        config.by_head, num_warps=4, maxnreg=config.registers, launch_pdl=ahead,
     )  # fmt: skip
     return out

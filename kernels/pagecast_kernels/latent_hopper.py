@@ -311,5 +311,5 @@ def launch(
         workspace.counters, workspace.teams, workspace.parts, workspace.stats,
         batch, configs.score_scale(scale, 0.0)[0], spare, heads, size, tiles.tile, config.depth, rows, ids,
         triton.next_power_of_2(heads), rank // 64, config.fetching, config.team, num_warps=4, maxnreg=config.registers,
-        launch_pdl=config.early and ahead,
+        launch_pdl=ahead,
     )  # fmt: skip
