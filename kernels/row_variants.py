@@ -91,9 +91,11 @@ def step_variants() -> Iterator[Variant]:
     yield "gather_padded", lambda: steps.gather_padded(*padded, 16, 16)
     yield "finish_rows", lambda: steps.finish_rows(row, row, row, scalars, _ints(17, 160), 1, 2)
     for dtype in (torch.bfloat16, torch.float32):
-        logits, f = torch.zeros((2, 128256), dtype=dtype), torch.zeros(2)
-        args = (f, _ints(2), f, f, _ints(2, dtype=torch.int64), _ints(2), _ints(2))
-        yield f"sample {str(dtype)[6:]}", lambda logits=logits, args=args: sampling.sample(logits, *args)
+        for rows in (2, 64):  # few are drawn from by other programs than many
+            logits, f = torch.zeros((rows, 128256), dtype=dtype), torch.zeros(rows)
+            args = (f, _ints(rows), f, f, _ints(rows, dtype=torch.int64), _ints(rows), _ints(rows))
+            yield f"sample x{rows} {str(dtype)[6:]}", lambda logits=logits, args=args: sampling.sample(logits, *args)
+        logits = logits[:2]
         yield f"adjust_logits {str(dtype)[6:]}", lambda logits=logits: _rules(logits)
         yield f"top_logprobs {str(dtype)[6:]}", lambda logits=logits: logprobs.top_logprobs(logits, _ints(2), 5)
 
@@ -111,9 +113,10 @@ def _rules(logits: torch.Tensor) -> None:
 def shard_variants() -> Iterator[Variant]:
     """Draws from one rank's part of a vocabulary."""
     for dtype in (torch.bfloat16, torch.float32):
-        floats, ints = torch.zeros(4), _ints(4)
-        args = (torch.zeros((4, 16000), dtype=dtype), floats, ints, _ints(4, dtype=torch.int64), ints, ints, 16000)
-        yield f"best_of_shard {str(dtype)[6:]}", lambda a=args: shard_sampling.best_of_shard(*a)
+        for rows in (4, 64):
+            floats, ints = torch.zeros(rows), _ints(rows)
+            args = (torch.zeros((rows, 16000), dtype=dtype), floats, ints, _ints(rows, dtype=torch.int64), ints, ints, 16000)
+            yield f"best_of_shard x{rows} {str(dtype)[6:]}", lambda a=args: shard_sampling.best_of_shard(*a)
 
 
 def all_reduce_variants() -> Iterator[Variant]:

@@ -11,6 +11,7 @@ PER_ROW = (
 to compile a kernel anew for."""
 GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
 _MOST_NOISE = tl.constexpr(16.7)  # more than -log(-log u) of the largest u, 1 - 2⁻²⁴
+NO_LEADER = tl.constexpr(-2139095041)  # ordered(-inf)
 
 
 @triton.jit
@@ -29,17 +30,16 @@ def key_of(seeds_ptr, sequence_ptr, positions_ptr, row):
 
 @triton.jit
 def _words(seed, sequence, position, quad):
-    """The four Philox words of tokens 4 · quad to 4 · quad + 3: reference.gumbel_noise."""
+    """The four Philox words of tokens 4 · quad to 4 · quad + 3: reference.gumbel_noise. Products of twice the width give both halves."""
     none = quad * 0
-    return tl.philox(seed, none + position.to(tl.uint32), none + sequence.to(tl.uint32), quad, none)
-
-
-@triton.jit
-def bits_from(seed, sequence, position, start, QUADS: tl.constexpr):
-    """The 23 random bits of 4 · QUADS tokens from `start`, a multiple of 4."""
-    w0, w1, w2, w3 = _words(seed, sequence, position, (start // 4 + tl.arange(0, QUADS)).to(tl.uint32))
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (4 * QUADS,))
-    return (words >> 9).to(tl.int32)
+    c0, c1, c2, c3 = none + position.to(tl.uint32), none + sequence.to(tl.uint32), quad, none
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(10):
+        a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -57,37 +57,80 @@ def noisy(x, bits):
 
 
 @triton.jit
-def best_of(logits, begin, end, cutoff, random, inverse, key, ABOVE: tl.constexpr, TILE: tl.constexpr):
-    """Of the tokens [begin, end) of a row whose logits are at least `cutoff`, or more than that if ABOVE: (the best score, infinite
-    where a logit is NaN or infinite; its token, the lowest of equals). A score is a logit, with noise if random; key: see key_of."""
+def _larger(a, b):
+    """The larger of each pair; NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _largest_of_four(x, WIDE: tl.constexpr):
+    """The largest of every four neighbours among x; NaN where one is."""
+    even, odd = tl.split(tl.reshape(x, (WIDE // 2, 2)))
+    left, right = tl.split(tl.reshape(_larger(even, odd), (WIDE // 4, 2)))
+    return _larger(left, right)
+
+
+@triton.jit
+def ordered(score):
+    """A float32 as an int32 of the same order; and back."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+@triton.jit
+def _score_of(key):
+    return (key ^ (key >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_of(
+    logits, begin, end, first, cutoff, random, inverse, key, leader_ptr, ABOVE: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of the logits [begin, end) of a row, whose tokens are `first` (a multiple of 4) and those that follow: (the best score, infinite
+    where a logit is NaN or infinite; its token, the lowest of equals). A score is a logit; if random, scaled by `inverse` and with noise,
+    of logits of at least `cutoff` alone, or more than that if ABOVE. key: see key_of.
+
+    SHARED: leader_ptr holds the `ordered` best score of all programs that share a random row, or NO_LEADER, and is kept up. Else it is
+    not looked at."""
+    FOURS: tl.constexpr = TILE // 4
     seed, sequence, position = key
     column = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_id = tl.zeros((TILE,), tl.int32)
-    broken = tl.zeros((TILE,), tl.int32)
-    leader = tl.full((), float("-inf"), tl.float32)
+    best = tl.full((), float("-inf"), tl.float32)
+    best_at = tl.zeros((), tl.int32)
+    broken = tl.zeros((FOURS,), tl.int32)
+    leader = best
+    known = tl.full((), NO_LEADER, tl.int32)
     following = tl.load(logits + begin + column, begin + column < end, float("-inf"))
     for start in range(begin, end, TILE):
         x = following.to(tl.float32)
         following = tl.load(logits + start + TILE + column, start + TILE + column < end, float("-inf"))
-        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
-        x = tl.where(x > cutoff if ABOVE else x >= cutoff, x, float("-inf"))
+        most = _largest_of_four(x, TILE)
+        broken |= (~(most < float("inf"))).to(tl.int32)
+        top = tl.max(most, 0)
         if random:
-            x = x * inverse
-            if tl.max(x, 0) + _MOST_NOISE > leader:
-                bits = bits_from(seed, sequence, position, start, TILE // 4)
-                # -log u >= 1 - u, so -log(1 - u) bounds the noise from above, and what may lead has 1 - u < e^(x - leader), with
-                # something to spare for rounding: few tiles need the exact noise.
-                rest = (8388607 - bits).to(tl.float32) + 0.5
-                may_lead = rest < tl.exp2((x - leader) * 1.4426950408889634 + (23.0 + 2e-3))
+            if SHARED:
+                leader = tl.maximum(leader, _score_of(known))
+                known = tl.load(leader_ptr, cache_modifier=".cg")
+            if (top * inverse + _MOST_NOISE > leader) & (top > cutoff if ABOVE else top >= cutoff):
+                # Broken rows have no winner, whatever their words; `most` is asked so that words lie where the logits do.
+                quad = tl.where(most < float("inf"), (first + start) // 4 + tl.arange(0, FOURS), 0)
+                w0, w1, w2, w3 = _words(seed, sequence, position, quad.to(tl.uint32))
+                words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
+                # -log u >= 1 - u, so -log(1 - u) bounds the noise from above, and what may lead has 1 - u < e^(x - leader). Four tokens
+                # are judged by their largest logit and their largest u, with something to spare for rounding: few tiles need the noise.
+                one_and_u = ((_largest_of_four(words, TILE) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+                may_lead = one_and_u > (2.0 - 1.3e-7) - tl.exp2((most * inverse - leader) * 1.4426950408889634 + 2e-3)
                 if tl.max(may_lead.to(tl.int32), 0) > 0:
-                    score = noisy(x, bits)
-                    best_id = tl.where(score > best, start + column, best_id)
-                    best = tl.maximum(best, score)
-                    leader = tl.maximum(leader, tl.max(score, 0))
-        else:
-            best_id = tl.where(x > best, start + column, best_id)
-            best = tl.maximum(best, x)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0)
-    return tl.where(tl.max(broken, 0) > 0, float("inf"), top), token
+                    score = noisy(x * inverse, (words >> 9).to(tl.int32))
+                    score = tl.where(x > cutoff if ABOVE else x >= cutoff, score, float("-inf"))
+                    found = tl.max(score, 0)
+                    if found > best:
+                        best = found
+                        best_at = start + tl.min(tl.where(score == found, column, 0x7FFFFFFF), 0)
+                        if SHARED and found > leader:
+                            tl.atomic_max(leader_ptr, ordered(found), sem="relaxed")
+                        leader = tl.maximum(leader, found)
+        elif top > best:
+            best = top
+            best_at = start + tl.min(tl.where(x == top, column, 0x7FFFFFFF), 0)
+    return tl.where(tl.max(broken, 0) > 0, float("inf"), best), first + best_at

@@ -102,7 +102,7 @@ def _draw_again(logits, vocab, above, top, wanted, temperature, min_p, inverse, 
     refused = tl.full((), 1, tl.int32)
     token = tl.zeros((), tl.int32)
     while refused > 0:
-        _best, token = best_of(logits, 0, vocab, above, True, inverse, key, True, TILE)
+        _best, token = best_of(logits, 0, vocab, 0, above, True, inverse, key, logits, True, False, TILE)
         drawn = tl.load(logits + token).to(tl.float32)
         m0, m1, m2, m3 = _masses_over(logits, 0, vocab, drawn, top, inverse, TILE)
         if _is_kept(drawn, top, m0, wanted, temperature, min_p):
@@ -156,7 +156,7 @@ def _finish_open_rows(
             cutoff = _whole_row(
                 logits, temperature, tl.load(top_k_ptr + row), top_p, min_p, scratch, vocab, BITS, WIDE, ROW_TILE, CANDIDATES
             )  # fmt: skip
-            best, token = best_of(logits, 0, vocab, cutoff, True, inverse, key, False, TILE)
+            best, token = best_of(logits, 0, vocab, 0, cutoff, True, inverse, key, logits, False, False, TILE)
             tl.store(out_ptr + row, tl.where((best == float("inf")) | (best == float("-inf")), -1, token))
 
 

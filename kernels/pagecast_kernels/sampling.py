@@ -15,18 +15,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagecast_kernels import configs
 from pagecast_kernels.cutoffs import DRAWN, OPEN, CutoffWorkspace, cutoff_workspace, find_cutoffs
-from pagecast_kernels.noise import PER_ROW, best_of, key_of, scale_of
+from pagecast_kernels.noise import NO_LEADER, PER_ROW, best_of, key_of, scale_of
 from pagecast_kernels.open_rows import finish_open_rows
 from pagecast_kernels.shares import arrives_last
-
-_TILE = 2048  # logits a step of `_choose`
 
 
 @dataclass(frozen=True)
 class SampleWorkspace:
-    """Device memory of one `sample` at a time. counters int32[B], zero between launches; the rest is scratch."""
+    """Device memory of one `sample` at a time. counters int32[B], zero, and leaders int32[B], NO_LEADER, between launches; the rest is
+    scratch."""
 
     counters: Tensor
+    leaders: Tensor
     narrowing: CutoffWorkspace
     best: Tensor
     best_ids: Tensor
@@ -37,14 +37,15 @@ def sample_workspace(max_rows: int, device: torch.device | str) -> SampleWorkspa
 
     counters, ids = (torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_rows * configs.MAX_SLICES))
     best = torch.empty(max_rows * configs.MAX_SLICES, dtype=torch.float32, device=device)
-    return SampleWorkspace(counters, cutoff_workspace(max_rows, device), best, ids)
+    leaders = torch.full((max_rows,), NO_LEADER.value, dtype=torch.int32, device=device)
+    return SampleWorkspace(counters, leaders, cutoff_workspace(max_rows, device), best, ids)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _choose(
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, cutoffs_ptr, states_ptr, out_ptr,
-    counters_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,
-    SLICES: tl.constexpr, FILTERED: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    counters_ptr, leaders_ptr, best_ptr, best_ids_ptr, vocab, stride, slice_size,
+    SLICES: tl.constexpr, FILTERED: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -62,7 +63,7 @@ def _choose(
     key = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
     begin = part * slice_size
     end = tl.minimum(begin + slice_size, vocab)
-    top, token = best_of(logits, begin, end, cutoff, random, inverse, key, False, TILE)
+    top, token = best_of(logits, begin, end, 0, cutoff, random, inverse, key, leaders_ptr + row, False, SHARED, TILE)
     tl.store(best_ptr + row * SLICES + part, top)
     tl.store(best_ids_ptr + row * SLICES + part, token)
     tl.debug_barrier()
@@ -74,6 +75,8 @@ def _choose(
         token = tl.min(tl.where(tops == top, tokens, 0x7FFFFFFF), 0)
         tl.store(out_ptr + row, tl.where((top == float("inf")) | (top == float("-inf")), -1, token))
         tl.store(counters_ptr + row, 0)
+        if SHARED:
+            tl.store(leaders_ptr + row, NO_LEADER)
 
 
 def sample(
@@ -105,12 +108,11 @@ def sample(
     if filtered:
         find_cutoffs(*rows, cut_slices)
     early = filtered and configs.is_hopper(logits.device)
-    slices = configs.sample_slices(batch, vocab, logits.device)
-    slice_size = triton.cdiv(triton.cdiv(vocab, _TILE), slices) * _TILE
-    _choose[(batch, slices)](
+    how = configs.draws(batch, vocab, logits.device)
+    _choose[(batch, how.slices)](
         logits, temperature, top_k, seeds, sequence, positions, work.narrowing.cutoffs, work.narrowing.states, out,
-        work.counters, work.best, work.best_ids,
-        vocab, logits.stride(0), slice_size, slices, filtered, _TILE, early, num_warps=8,
+        work.counters, work.leaders, work.best, work.best_ids,
+        vocab, logits.stride(0), how.slice_size(vocab), how.slices, filtered, how.shared, how.tile, early, num_warps=how.warps,
         **configs.beside_the_last(early),
     )  # fmt: skip
     if filtered:

@@ -6,37 +6,23 @@ import triton.language as tl
 from torch import Tensor
 
 from pagecast_kernels import configs
-from pagecast_kernels.noise import PER_ROW, bits_from, key_of, noisy, scale_of
-
-_TILE = 2048
+from pagecast_kernels.noise import NO_LEADER, PER_ROW, best_of, key_of, ordered, scale_of
 
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=PER_ROW)
 def _best_of_shard(
-    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, keys_ptr, size, stride, slice_size, first,
-    SLICES: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, sequence_ptr, positions_ptr, keys_ptr, leaders_ptr, size, stride, slice_size, first,
+    SLICES: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     logits = logits_ptr + row.to(tl.int64) * stride
     random, inverse = scale_of(temperature_ptr, top_k_ptr, row)
-    seed, sequence, position = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
-    column = tl.arange(0, TILE)
-    best = tl.full((TILE,), float("-inf"), tl.float32)
-    best_id = tl.zeros((TILE,), tl.int32)
-    broken = tl.zeros((TILE,), tl.int32)
-    end = tl.minimum((part + 1) * slice_size, size)
-    for start in range(part * slice_size, end, TILE):
-        x = tl.load(logits + start + column, start + column < end, float("-inf")).to(tl.float32)
-        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
-        if random:
-            x = noisy(x * inverse, bits_from(seed, sequence, position, first + start, TILE // 4))
-        best_id = tl.where(x > best, first + start + column, best_id)
-        best = tl.maximum(best, x)
-    best = tl.where(tl.max(broken, 0) > 0, float("inf"), best + 0.0)
-    bits = best.to(tl.int32, bitcast=True)
-    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)
-    key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - best_id).to(tl.int64)
-    tl.store(keys_ptr + row * SLICES + part, tl.max(key, 0))
+    key = key_of(seeds_ptr, sequence_ptr, positions_ptr, row)
+    cutoff = tl.full((), float("-inf"), tl.float32)
+    begin = part * slice_size
+    end = tl.minimum(begin + slice_size, size)
+    best, token = best_of(logits, begin, end, first, cutoff, random, inverse, key, leaders_ptr + row, False, SHARED, TILE)
+    tl.store(keys_ptr + row * SLICES + part, (ordered(best + 0.0).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64))
 
 
 def best_of_shard(
@@ -44,12 +30,12 @@ def best_of_shard(
 ) -> Tensor:
     """See reference_shards.best_of_shard. Rows of logits may be strided."""
     batch, size = logits.shape
-    slices = configs.sample_slices(max(batch, 1), size, logits.device)
-    keys = torch.empty((batch, slices), dtype=torch.int64, device=logits.device)
+    how = configs.draws(max(batch, 1), size, logits.device)
+    keys = torch.empty((batch, how.slices), dtype=torch.int64, device=logits.device)
+    leaders = torch.full((batch,), NO_LEADER.value, dtype=torch.int32, device=logits.device)
     if batch:
-        slice_size = triton.cdiv(triton.cdiv(size, _TILE), slices) * _TILE
-        _best_of_shard[(batch, slices)](
-            logits, temperature, top_k, seeds, sequence, positions, keys, size, logits.stride(0), slice_size, start, slices, _TILE,
-            num_warps=8,
+        _best_of_shard[(batch, how.slices)](
+            logits, temperature, top_k, seeds, sequence, positions, keys, leaders, size, logits.stride(0), how.slice_size(size), start,
+            how.slices, how.shared, how.tile, num_warps=how.warps,
         )  # fmt: skip
     return keys.amax(1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from ops import paged_case
 
-from pagecast_kernels import cutoffs, logprobs, reference, sampling
+from pagecast_kernels import cutoffs, logprobs, noise, reference, sampling
 
 
 def limits(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[torch.Tensor]:
@@ -53,6 +53,26 @@ def test_rows_with_different_limits_do_not_mix() -> None:
     for _ in range(2):
         assert sampling.sample(logits, *args, workspace=work).tolist() == want
         assert not work.counters.any() and not work.narrowing.counters.any()
+
+
+def test_many_rows_are_drawn_by_programs_that_tell_each_other_their_best() -> None:
+    """Of every kind of row, drawn twice, so that what the programs of a row share must have been left as it was found."""
+    rows, vocab = 36, 6007
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(9)) * torch.linspace(0.1, 9.0, rows).unsqueeze(1)
+    logits[4] = -torch.inf
+    logits[5, 5000] = torch.nan
+    logits[6, 17] = torch.inf
+    logits[7] = 3.0
+    logits[8, 1:] = -torch.inf
+    logits[9] -= 1e30
+    temperature = torch.tensor([1.0, 0.0, 0.3, 5.0]).repeat(rows // 4)
+    args = [temperature, *limits(rows)[1:], *draws(rows)]
+    work = sampling.sample_workspace(rows, "cpu")
+    want = reference.sample(logits, *args).tolist()
+    assert want[4:7] == [-1, -1, -1] and want[8] == 0
+    for _ in range(2):
+        assert sampling.sample(logits, *args, workspace=work, filtered=False).tolist() == want
+        assert not work.counters.any() and (work.leaders == noise.NO_LEADER.value).all()
 
 
 def test_ties_are_kept_together_and_greedy_takes_the_lowest_id() -> None:

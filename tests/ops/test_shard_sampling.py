@@ -27,9 +27,12 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("module", [reference_shards, shard_sampling], ids=["twin", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_best_of_the_shards_is_the_token_of_the_whole(module, dtype: torch.dtype) -> None:
-    logits, (temperature, top_k, seeds, sequence, positions) = case(dtype)
-    none = torch.ones(9), torch.zeros(9)
+@pytest.mark.parametrize("times", [1, 4], ids=["few", "many"])
+def test_the_best_of_the_shards_is_the_token_of_the_whole(module, dtype: torch.dtype, times: int) -> None:
+    logits, columns = case(dtype)
+    logits = logits.repeat(times, 1)
+    temperature, top_k, seeds, sequence, positions = (column.repeat(times) for column in columns)
+    none = torch.ones(9 * times), torch.zeros(9 * times)
     expected = reference.sample(logits, temperature, top_k, *none, seeds, sequence, positions)
     start, keys = 0, []
     for shard in logits.split(SIZES, 1):
