@@ -150,15 +150,17 @@ def test_the_pace_is_what_the_most_urgent_sums_ask_for(lengths, longest, begun, 
     assert slack == last - max(latest, default=0)
 
 
-@given(needed=st.floats(0, 5000), steps=st.integers(1, 100), decodes=st.integers(0, 300), slack=st.integers(0, 3))
-def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes, slack):
-    tokens = policy.paced_prefill(needed, steps, decodes, slack)
+@given(
+    needed=st.floats(0, 5000), steps=st.integers(1, 100), decodes=st.integers(0, 300), slack=st.integers(0, 3), begun=st.booleans()
+)  # fmt: skip
+def test_paced_prefill_fills_steps_and_is_never_late(needed, steps, decodes, slack, begun):
+    tokens = policy.paced_prefill(needed, steps, decodes, slack, begun)
     assert (decodes + tokens) % policy.STEP_GRAIN == 0 or not tokens
     few = decodes <= policy.FLAT_STEP - policy.LEAST_FILL
     if tokens:
         assert tokens >= needed and decodes + tokens >= policy.FLAT_STEP and (few or tokens >= policy.BULK)
     else:
-        assert not few and needed * steps < policy.BULK and (slack or steps < policy.MOST_STEPS_LATE)
+        assert not few and needed * steps < policy.BULK and (slack or (steps < policy.MOST_STEPS_LATE and not begun))
 
 
 @pytest.fixture
@@ -187,6 +189,19 @@ def test_a_prompt_without_bulk_waits_only_while_that_costs_nothing():
     assert starts == [policy.MOST_STEPS_LATE - 2] and steps == starts[0] + LONGEST
     starts, steps = late_comers([LONGEST // 2])
     assert starts[0] > LONGEST // 4 and steps <= LONGEST
+
+
+@pytest.mark.usefixtures("many_decodes")
+def test_the_rest_of_a_begun_prompt_goes_on_at_once_where_waiting_costs():
+    """A decode took the last token of a step's budget: the prompt that lacks it is the last to end."""
+    cluster = wide(max_num_batched_tokens=1100)
+    offer(cluster, [LONGEST], priority=Priority.BATCH)
+    cluster.step()
+    for key in range(1, 12):
+        cluster.submit(key, prompt(key), LONGEST, seed=key, priority=Priority.BATCH)
+    cluster.run()
+    assert [prefill(plan) for plan in cluster.plans[1:4]] == [1099, 1, 0]
+    assert len(cluster.plans) == 2 + LONGEST
 
 
 @pytest.mark.usefixtures("many_decodes")

@@ -52,3 +52,17 @@ def test_a_batch_ends_no_later_than_a_bound_after_the_longest(max_num_seqs: int)
     assert spread > len(SEEDS) and put_off > len(SEEDS) / 2
     waves = -(-MOST_REQUESTS // max_num_seqs)  # each may begin late where it follows another
     assert worst <= SMALL["MOST_STEPS_LATE"] * waves + SMALL_GRAIN
+
+
+def test_equal_outputs_end_as_soon_as_if_each_began_at_once() -> None:
+    """Whoever is put off is the last to end. Of those that come at once nobody is; one that comes alone waits for company."""
+    counted = 0
+    for seed in range(400):
+        requests = scenario(seed, Priority.BATCH, MOST_REQUESTS).requests
+        if len({request.max_output_tokens for request in requests}) > 1:
+            continue
+        counted += 1
+        paced, prompt = both(seed, MOST_REQUESTS)
+        late = SMALL["MOST_STEPS_LATE"] - 1 if requests[-1].arrival_us else 0
+        assert paced.num_plans <= prompt.num_plans + late, seed
+    assert counted > 100

@@ -34,7 +34,7 @@ def paced_tokens(s: State, decodes: Index, now: int) -> int | None:
         return None
     needed, slack = backlog.tokens_a_step(last, begun, begun_output)
     steps = s.step + 1 - s.prefilled_in
-    tokens = policy.paced_prefill(needed, steps, len(decodes), slack)
+    tokens = policy.paced_prefill(needed, steps, len(decodes), slack, bool(begun))
     if not tokens and steps >= policy.MOST_STEPS_LATE and not _has_room(s):
         tokens = policy.paced_prefill(needed, steps, len(decodes), 0)
     return tokens

@@ -24,8 +24,9 @@ LEAST_FILL = 96
 """Where decodes leave less of a flat step, prompts gain nothing by company, and a step with any prefill takes a millisecond longer."""
 BULK = 1024
 """Then so many tokens are computed at once as soon as they are due."""
-MOST_STEPS_LATE = 8
-"""So long prompts wait for a bulk where it costs time at the end: some must begin now to end with the longest, or others wait for rows."""
+MOST_STEPS_LATE = 3
+"""So many steps prompts wait for a bulk where it costs time at the end: some must begin now to end with the longest, or others wait for
+rows. Each step of it may be one more for the whole; of what steps with prefill cost beyond others, three of four are saved."""
 ROWS_BUSY = 0.75
 """Outputs that would keep so much of all rows busy until the longest ends leave no room for a row that stands idle."""
 STEP_GRAIN = 64
@@ -56,14 +57,14 @@ def rows_decide(outputs: int, longest: int, num_rows: int) -> bool:
     return outputs > ROWS_BUSY * longest * num_rows
 
 
-def paced_prefill(needed: float, steps: int, num_decodes: int, slack: int) -> int:
+def paced_prefill(needed: float, steps: int, num_decodes: int, slack: int, begun: bool = False) -> int:
     """Prefill tokens of a step beside `num_decodes`, where every step from here on needs `needed` of them and the last prefill was `steps`
     ago. What few decodes leave of a flat step is filled; beside many, prompts wait until there is a bulk of them, or too few steps are
-    left to wait. slack: for how many steps waiting costs nothing. 0: they wait."""
+    left to wait. slack: for how many steps waiting costs nothing; after that only prompts wait of which none has begun. 0: they wait."""
     wanted = ceil(needed)
     if FLAT_STEP - num_decodes >= LEAST_FILL:
         wanted = max(wanted, FLAT_STEP - num_decodes)
-    elif needed * steps < BULK and (slack > 0 or steps < MOST_STEPS_LATE):
+    elif needed * steps < BULK and (slack > 0 or (steps < MOST_STEPS_LATE and not begun)):
         return 0
     else:
         wanted = max(wanted, BULK)
