@@ -19,6 +19,9 @@ DECODE_ROWS = (2, 4, *range(8, 257, 8))
 MIXED_ROWS = (*range(320, 1024, 64), *range(1024, 2048, 256), *range(2048, 4096, 512), 4096, 8192, 16384)
 """The padded sizes of steps with chunks, and what larger steps are rounded to."""
 LONGER_TIMED, FINALISTS, CARRIED, VARIED = 20, 6, 6, 4
+HOT_ROWS, HOT_US, HOT_VARIED = 2048, 100_000.0, 8
+"""Products of so many rows follow one another in serving until the chip is held to its power, where what needs less energy is faster: they
+are judged by runs of so long without a pause, with so many that are about as fast when it is cool, by other means."""
 Shape = tuple[int, int]
 """Columns and depth of a product's weights."""
 GAIN = 0.99
@@ -109,8 +112,9 @@ class Tuner:
             ranked = sorted(taken := stopwatch(dict.fromkeys(every)), key=taken.__getitem__)
         else:
             ranked = product_search.shortlist(self._lib, problem, carried, stopwatch, self._processors)
-        varied = [each for each in product_search.varied(self._lib, timed, VARIED) if case.is_right(self._product(problem, each))]
-        found = self._contest(case, problem, ranked, today)._replace(timed=len(timed), varied=varied)
+        most = HOT_VARIED if rows >= HOT_ROWS else VARIED
+        varied = [each for each in product_search.varied(self._lib, timed, most) if case.is_right(self._product(problem, each))]
+        found = self._contest(case, problem, ranked, today, varied)._replace(timed=len(timed), varied=varied[:VARIED])
         self._best[rows] = found.choice
         return found
 
@@ -125,20 +129,24 @@ class Tuner:
     def _product(self, problem: cublaslt.Problem, algorithm: Algorithm) -> cublaslt.Product:
         return cublaslt.Product(self._lib, problem, cublaslt.Algo.of(algorithm))
 
-    def _contest(self, case: Case, problem: cublaslt.Problem, ranked: list[Algorithm], today: Choice) -> Found:
-        """The best of the ranked and of our own, beside today's and torch's choice."""
-        longer = dict.fromkeys([*([today] if isinstance(today, tuple) and today in ranked else []), *ranked[:LONGER_TIMED]])
+    def _contest(self, case: Case, problem: cublaslt.Problem, ranked: list[Algorithm], today: Choice, varied: list[Algorithm]) -> Found:
+        """The best of the ranked and of our own, beside today's and torch's choice; on a hot chip of the varied too."""
+        rows, hot = problem.shape[0], problem.shape[0] >= HOT_ROWS
+        held = [today] if isinstance(today, tuple) and today in ranked else []
+        longer = dict.fromkeys([*held, *(varied if hot else []), *ranked[:LONGER_TIMED]])
         made: dict[Algorithm | FewRows, Run] = dict(self._ours(case, today))
         made |= {each: cublaslt.Product(self._lib, problem, algo) for each in longer if (algo := problem.algo(each)) is not None}
         right = {each: case.own(product) for each, product in made.items() if case.is_right(product)}
         shorter = bench_cases.in_turn(right, rounds=2, least_us=250.0)
-        best = [each for each in sorted(right, key=shorter.__getitem__) if each != today][:FINALISTS]
+        best = [each for each in sorted(right, key=shorter.__getitem__) if each != today]
+        best = list(dict.fromkeys([*best[:FINALISTS], *(each for each in best if hot and each in varied)]))
         entered: dict[Choice, list[bench_cases.Launch]] = {None: case.torch()}
         entered |= {each: right[each] for each in (today, *best) if each in right}
-        us = bench_cases.in_turn(entered, rounds=12 if problem.shape[0] <= product_search.MOST_FEW_ROWS else 5, least_us=1000.0)
-        winner, held = choice(us, today)
+        rounds = 2 if hot else 12 if rows <= product_search.MOST_FEW_ROWS else 5
+        us = bench_cases.in_turn(entered, rounds=rounds, least_us=HOT_US if hot else 1000.0)
+        winner, before = choice(us, today)
         finalists = {each: time for each, time in us.items() if each is not None}
-        return Found(winner, us[winner], us[held], us[None], 0, len(made) - len(right), finalists, held, [])
+        return Found(winner, us[winner], us[before], us[None], 0, len(made) - len(right), finalists, before, [])
 
 
 def choice(us: Mapping[Choice, float], today: Choice) -> tuple[Choice, Choice]:

@@ -116,6 +116,25 @@ def test_launches_of_our_own_are_tried_beside_the_librarys(blas: Careless, monke
     assert search.find(160).choice == FAST and search.find(160).today is None, "a launch of the table's that cannot take so many rows"
 
 
+def test_many_rows_are_judged_on_a_hot_chip(blas: Careless, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    cool = {FAST: 5.0, SLOW: 6.0}
+    search, _ = tuner(blas, monkeypatch, cool)
+
+    def in_turn(cases: dict[Any, Any], rounds: int, least_us: float) -> dict[Any, float]:
+        asked.append(least_us)
+        hot = {FAST: 9.0, SLOW: 8.0} if least_us == tune_products.HOT_US else cool
+        return {name: hot.get(name, TORCH_US) for name in cases}
+
+    monkeypatch.setattr(bench_cases, "in_turn", in_turn)
+    monkeypatch.setattr(tune_products, "FINALISTS", 1)
+    monkeypatch.setattr(product_search, "varied", lambda lib, us, most: [SLOW])
+    assert search.find(40).choice == FAST and tune_products.HOT_US not in asked
+    monkeypatch.setattr(tune_products, "HOT_ROWS", 40)
+    found = search.find(40)
+    assert (found.choice, found.us, set(found.finalists)) == (SLOW, 8.0, {FAST, SLOW}) and asked[-1] == tune_products.HOT_US
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_real_library_is_searched_and_measured() -> None:
     lib = cublaslt.Library(torch.device("cuda"))
