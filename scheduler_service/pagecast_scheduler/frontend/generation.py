@@ -177,11 +177,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _finish(self, stream: RequestStream) -> None:
         self._engine.finish(stream)
+        asyncio.get_running_loop().call_soon(self._note_end, stream, time.monotonic() - stream.started)  # behind the answer
+
+    def _note_end(self, stream: RequestStream, elapsed_s: float) -> None:
         # The one line that ties a caller's id to the key that the scheduler's log knows. Counts only, never what was said.
         log.debug(
             "request ended", request_id=stream.request.request_id, key=stream.key, prompt_tokens=stream.request.num_prompt_tokens,
             output_tokens=sum(len(sequence.ids) for sequence in stream.sequences), failure=stream.failure and stream.failure.reason.name,
-            is_done=stream.is_done, elapsed_ms=round(1000 * (time.monotonic() - stream.started)),
+            is_done=stream.is_done, elapsed_ms=round(1000 * elapsed_s),
         )  # fmt: skip
 
     async def _prepare(self, spec: Any, context: Any, keep: bool) -> PreparedRequest:

@@ -102,7 +102,8 @@ class CallInterceptor:
             finally:
                 if is_counted:
                     self._connections.leave(peer)
-                self._note(method, known, code, started)
+                # Behind the answers of all calls that end in this turn of the loop: of a whole batch none is to wait for the notes.
+                asyncio.get_running_loop().call_soon(self._note, method, known, code, time.monotonic() - started)
 
         return call
 
@@ -120,8 +121,7 @@ class CallInterceptor:
         self._authorizer.allow(call.principal, method)
         return call
 
-    def _note(self, method: str, call: Call, code: str, started: float) -> None:
-        elapsed = time.monotonic() - started
+    def _note(self, method: str, call: Call, code: str, elapsed: float) -> None:
         self._metrics.call_ends(method, code, call.reason, elapsed)
         self._spans.record(method, call, code, elapsed)
         say = log.debug if code == "OK" and method.startswith(_QUIET) else log.info
