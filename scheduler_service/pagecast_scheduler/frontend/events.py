@@ -56,20 +56,24 @@ def usage_of(usages: list[Usage]) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=usages[0].prompt_tokens,
         cached_prompt_tokens=usages[0].cached_tokens,
-        output_tokens=sum(u.output_tokens for u in usages),
-        recomputed_tokens=sum(u.recomputed_tokens for u in usages),
+        output_tokens=sum([u.output_tokens for u in usages]),
+        recomputed_tokens=sum([u.recomputed_tokens for u in usages]),
     )
 
 
 def timings_of(usages: list[Usage]) -> pb.Timings:
     """Times of a request: the longest of its sequences."""
     timings = pb.Timings()
-    timings.queue.FromMicroseconds(max(u.queue_us for u in usages))
-    timings.first_token.FromMicroseconds(max(u.first_token_us for u in usages))
-    timings.total.FromMicroseconds(max(u.total_us for u in usages))
-    timings.prefill.FromMicroseconds(max(max(0, u.first_token_us - u.queue_us) for u in usages))
-    timings.decode.FromMicroseconds(max(u.total_us - u.first_token_us if u.first_token_us else 0 for u in usages))
+    longest = map(max, zip(*map(_times_of, usages), strict=True)) if len(usages) > 1 else _times_of(usages[0])
+    for message, us in zip((timings.queue, timings.first_token, timings.total, timings.prefill, timings.decode), longest, strict=True):
+        message.seconds, message.nanos = us // 1_000_000, us % 1_000_000 * 1000
     return timings
+
+
+def _times_of(usage: Usage) -> tuple[int, int, int, int, int]:
+    """Microseconds of one sequence, in the order in which Timings names them; none is negative."""
+    queue, first, total = usage.queue_us, usage.first_token_us, usage.total_us
+    return queue, first, total, max(0, first - queue), max(0, total - first) if first else 0
 
 
 class EventWriter:

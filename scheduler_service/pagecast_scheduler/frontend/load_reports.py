@@ -13,6 +13,7 @@ from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3 import orca_pb2
 
 from pagecast_scheduler.frontend.service_state import ServiceState
+from pagecast_wire.intake import EngineStatus
 
 ORCA = orca_pb2.DESCRIPTOR.services_by_name["OpenRcaService"].full_name
 TRAILER = "endpoint-load-metrics-bin"
@@ -59,12 +60,21 @@ def load_report(state: ServiceState) -> OrcaLoadReport:
     )  # fmt: skip
 
 
-def trailer(state: ServiceState, answers: Rate) -> tuple[str, bytes]:
+class Trailer:
     """The report of one more answer as trailing metadata. Balancers weigh a replica by answers per second over its utilization."""
-    answers.count()
-    report = load_report(state)
-    report.rps_fractional = answers.now()
-    return TRAILER, report.SerializeToString()
+
+    def __init__(self, state: ServiceState) -> None:
+        self._state = state
+        self._answers = Rate()
+        self._status: EngineStatus | None = None
+        self._report = OrcaLoadReport()  # of that status
+
+    def __call__(self) -> tuple[str, bytes]:
+        self._answers.count()
+        if self._status is not self._state.engine.status:
+            self._status, self._report = self._state.engine.status, load_report(self._state)
+        self._report.rps_fractional = self._answers.now()
+        return TRAILER, self._report.SerializeToString()
 
 
 class OrcaServicer:

@@ -32,7 +32,7 @@ from pagecast_scheduler.frontend.listeners import (
     listen_for_probes,
     listen_publicly,
 )
-from pagecast_scheduler.frontend.load_reports import Rate, trailer
+from pagecast_scheduler.frontend.load_reports import Trailer
 from pagecast_scheduler.frontend.metrics import FrontendMetrics
 from pagecast_scheduler.frontend.namespace import load_key
 from pagecast_scheduler.frontend.prompts import PromptMaker
@@ -93,6 +93,7 @@ class Frontend:
         self._engine = EngineClient(f"ipc://{config.run_dir}/frontends.ipc", config.slow_consumer_timeout_s)
         self._prompts = PromptMaker(tokenizer)
         self.state = ServiceState(config, self._engine, self._prompts, key)
+        self._trailer = Trailer(self.state)
         self._health = HealthServicer(SERVICES)
         self._pulse = Pulse(f"{config.run_dir}/frontend-{config.index}.pulse")
         self._add_services()
@@ -119,8 +120,7 @@ class Frontend:
             raise StartError(f"cannot serve metrics on port {config.frontend_metrics_port}: {error.strerror}") from None
         except ModuleNotFoundError as error:
             raise StartError(f"otlp_endpoint needs the package {error.name}; install it with: pip install 'pagecast[otel]'") from None
-        answers = Rate()
-        return Guards(authorizer, certificates, metrics, spans, lambda: trailer(self.state, answers))
+        return Guards(authorizer, certificates, metrics, spans, lambda: self._trailer())
 
     def _listen(self) -> None:
         """Binds every listener. Raises PortInUse."""
