@@ -6,6 +6,7 @@ end Watches, exit 0. A second signal ends at once.
 """
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -50,6 +51,10 @@ CLOSING_S = 1.0
 """How long ended calls get to send their status."""
 HOUSEKEEPING_S = 1.0
 """How often files are looked at, and the loop's lateness is measured, while nobody calls."""
+
+YOUNG_OBJECTS = 50_000
+"""Objects made before the collector looks for cycles among the young: a call makes hundreds that die by themselves, and several hundred
+calls may be open."""
 
 TELL_AFTER = 3
 """Rounds without a word of the scheduler after which the log says once what is waited for."""
@@ -242,6 +247,9 @@ async def serve(config: FrontendConfig) -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, frontend.end)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: looking through it would hold up every call
+    gc.set_threshold(YOUNG_OBJECTS)
     refused = await frontend.run_until_stopped()
     if refused is not None:
         print(f"pagecast frontend: the scheduler refuses this front end: {refused}", file=sys.stderr)
