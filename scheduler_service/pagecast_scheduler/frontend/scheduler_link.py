@@ -31,6 +31,9 @@ SILENT_AFTER_S = 5.0
 """The scheduler sends a status at least every second; after so long without any it counts as lost."""
 FAREWELL_MS = 500
 """How long the last words may take on their way to a scheduler that is there; one that is not gets none."""
+GATHER_S = 0.001
+"""What is said so soon after a message left waits for the rest of this time: of a burst of requests, which come in one by one, each would
+wake the scheduler by itself, and each of its answers this process."""
 MAX_PARTS = 256
 """Messages to the scheduler that leave as one."""
 MAX_READS = 64
@@ -53,6 +56,7 @@ class SchedulerLink:
         self._last_heard = float("-inf")
         self._last_ping = float("-inf")
         self._last_tick = float("inf")
+        self._last_flush = float("-inf")
         self._outbox: deque[bytes] = deque()
         self._is_flush_due = False
         self._context = zmq.Context()
@@ -98,11 +102,15 @@ class SchedulerLink:
         self._context.term()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends, together with what else is said in this turn of the loop; keeps it for later while the scheduler is slow. While it is
-        gone a resubmission will say it instead."""
+        """Sends, together with what else is said in this turn of the loop, or soon after another message; keeps it for later while the
+        scheduler is slow. While it is gone a resubmission will say it instead."""
         self._outbox.append(encode(message))
-        if not self._is_flush_due:
-            self._is_flush_due = True
+        if self._is_flush_due:
+            return
+        self._is_flush_due = True
+        if time.monotonic() - self._last_flush < GATHER_S:
+            self._loop.call_later(GATHER_S, self._flush)
+        else:
             self._loop.call_soon(self._flush)
 
     def join(self, slot: int) -> None:
@@ -149,6 +157,7 @@ class SchedulerLink:
                 self._socket.send_multipart(parts, zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._last_flush = time.monotonic()
             for _ in parts:
                 self._outbox.popleft()
             self._read_soon()
