@@ -1,12 +1,14 @@
 """Grouped-query attention over the paged cache: fused projection, rotation and cache write, then decode and prefill kernels."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.layers.side_by_side import side_by_side
 from pagecast_worker.layers.step_inputs import StepInputs
 
 
@@ -66,13 +68,16 @@ class Attention:
         if not step.num_prefills:
             return ops.paged_decode(q, k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, **looks)
         out = torch.empty_like(q)
-        if decodes:
-            ops.paged_decode(
-                q[:decodes], k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale, out=out[:decodes],
-                **looks,
-            )
-        ops.paged_prefill(
-            q, k_cache, v_cache, step.block_table, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
-            max_query_len=step.max_query_len, out=out, **looks,
-        )
+        prefill = partial(
+            ops.paged_prefill, q, k_cache, v_cache, step.block_table, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens,
+            self.scale, max_query_len=step.max_query_len, out=out, **looks,
+        )  # fmt: skip
+        if not decodes:
+            prefill()
+            return out
+        decode = partial(
+            ops.paged_decode, q[:decodes], k_cache, v_cache, step.block_table, step.decode_rows, step.decode_seq_lens, self.scale,
+            out=out[:decodes], **looks,
+        )  # fmt: skip
+        side_by_side(q.device, prefill, decode)
         return out

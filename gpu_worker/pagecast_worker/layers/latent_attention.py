@@ -6,12 +6,14 @@ brought into the values' space (`up`, values' part).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagecast_worker.layers.linear import ColumnParallel, RowParallel
+from pagecast_worker.layers.side_by_side import side_by_side
 from pagecast_worker.layers.step_inputs import StepInputs
 from pagecast_worker.models.config import LatentConfig
 
@@ -66,12 +68,16 @@ class LatentAttention:
         if not step.num_prefills:
             return ops.latent_decode(latent, rope, *where, step.decode_rows, step.decode_seq_lens, self.scale)  # type: ignore[no-any-return]
         out = torch.empty_like(latent)
-        if decodes:
-            ops.latent_decode(
-                latent[:decodes], rope[:decodes], *where, step.decode_rows, step.decode_seq_lens, self.scale, out=out[:decodes]
-            )
-        ops.latent_prefill(
-            latent, rope, *where, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
+        prefill = partial(
+            ops.latent_prefill, latent, rope, *where, step.prefill_rows, step.query_start_loc, step.prefill_seq_lens, self.scale,
             max_query_len=step.max_query_len, out=out,
-        )
+        )  # fmt: skip
+        if not decodes:
+            prefill()
+            return out
+        decode = partial(
+            ops.latent_decode, latent[:decodes], rope[:decodes], *where, step.decode_rows, step.decode_seq_lens, self.scale,
+            out=out[:decodes],
+        )  # fmt: skip
+        side_by_side(latent.device, prefill, decode)
         return out
