@@ -121,7 +121,7 @@ class WaitCause(IntEnum):
     BLOCKS = 3  # it is first, and needs more free blocks than there are
     ROWS = 4  # it is first, and as many sequences run as may
     STEP_FULL = 5  # the steps' token budget goes to prefills that began before it
-    BATCH_DELAY = 6  # an idle engine gathers a first batch
+    BATCH_DELAY = 6  # a first batch gathers
     PAUSED = 7  # its client does not read
     ISOLATION = 8  # requests suspected of crashing workers run alone first
     NO_WORKERS = 9  # no worker group is up

@@ -6,7 +6,8 @@ import pytest
 
 from pagecast import LLM, SamplingParams
 from pagecast_scheduler.core import policy
-from pagecast_scheduler.engine.replay import read
+from pagecast_scheduler.engine.epochs import ARRIVAL_GAP_US
+from pagecast_scheduler.engine.replay import read, replay
 from pagecast_wire.codec import decode, view_u32
 from pagecast_wire.plan import StepPlan
 
@@ -33,6 +34,9 @@ def test_prompts_are_computed_when_they_must_be(tmp_path: Path, priority: str) -
     with LLM(executor="oracle", record=str(recording), **options) as llm:
         outputs = llm.generate(prompts, params, **asked)  # type: ignore[arg-type]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [one.max_tokens for one in params]
+    again = replay(recording)
+    assert again.difference is None and again.num_plans, "whatever waited for the rest of the list is a matter of recorded times"
+    assert next(body["config"]["arrival_gap_us"] for _, kind, body in read(recording) if kind == "create") == ARRIVAL_GAP_US
     tokens = prefills(recording)
     assert sum(tokens) == COUNT * LENGTH
     cut = [count for count in tokens if count % LENGTH]

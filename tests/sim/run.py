@@ -33,6 +33,7 @@ class Tally:
     prefix_tokens_hit: int = 0
     num_spread: int = 0
     num_put_off: int = 0
+    num_held: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
 
@@ -44,6 +45,7 @@ class Tally:
         self.prefix_tokens_hit += other.prefix_tokens_hit
         self.num_spread += other.num_spread
         self.num_put_off += other.num_put_off
+        self.num_held += other.num_held
         self.reasons.update(other.reasons)
         self.failures += other.failures
 
@@ -64,6 +66,7 @@ def run_chunk(first: int, count: int) -> Tally:
         tally.prefix_tokens_hit += outcome.prefix_tokens_hit
         tally.num_spread += outcome.num_spread
         tally.num_put_off += outcome.num_put_off
+        tally.num_held += outcome.num_held
         tally.reasons.update(outcome.reasons)
     return tally
 
@@ -119,7 +122,8 @@ def main() -> int:
     print(
         f"{total.num_seeds} seeds, {len(total.failures)} failed, {elapsed:.1f} s, {1000 * elapsed / max(total.num_seeds, 1):.1f} ms each; "
         f"{total.num_plans} plans, {total.num_preemptions} preemptions, {total.num_epochs} epochs, "
-        f"{total.prefix_tokens_hit} prefix tokens hit, {total.num_spread} steps with paced prefill, {total.num_put_off} without; "
+        f"{total.prefix_tokens_hit} prefix tokens hit, {total.num_spread} steps with paced prefill, {total.num_put_off} without, "
+        f"{total.num_held} waits for more; "
         f"ends: {dict(sorted(total.reasons.items()))}"
     )
     return 1 if total.failures else 0

@@ -131,6 +131,7 @@ def draw(seed: int) -> Scenario:
     if "chat" not in on and batches.random() < 0.35:
         on |= {BATCHES}
         requests = with_batches(requests, config, batches)
+        config = replace(config, arrival_gap_us=batches.choice((0, STEP_US // 2, 2 * STEP_US)))
     ruled = tuple(requests) if "chat" in on else with_output_rules(tuple(requests), Random(seed * 0x51ED27 + 3))
     return Scenario(
         seed=seed, config=config, requests=ruled, latency_us=random.choice((20, 100, 900)),

@@ -55,6 +55,7 @@ class Outcome:
     prefix_tokens_hit: int
     num_spread: int
     num_put_off: int
+    num_held: int
 
 
 class World:
@@ -345,7 +346,7 @@ class World:
                 reasons[name] = reasons.get(name, 0) + 1
         return Outcome(
             self.scenario.seed, self.audit.num_plans, self.num_preemptions, self.num_epochs, self.now, reasons, self.prefix_tokens_hit,
-            self.paces.num_spread, self.paces.num_put_off,
+            self.paces.num_spread, self.paces.num_put_off, self.paces.num_held,
         )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.V
     WAIT_CAUSE_STEP_FULL: _WaitCause.ValueType  # 5
     """Prompts that began before it fill the steps."""
     WAIT_CAUSE_BATCH_DELAY: _WaitCause.ValueType  # 6
-    """An idle engine gathers a first batch."""
+    """A first batch gathers: for `batch_delay_ms`, or until no more of a list of class batch comes."""
     WAIT_CAUSE_PAUSED: _WaitCause.ValueType  # 7
     """Its client does not read."""
     WAIT_CAUSE_ISOLATION: _WaitCause.ValueType  # 8
@@ -68,7 +68,7 @@ WAIT_CAUSE_ROWS: WaitCause.ValueType  # 4
 WAIT_CAUSE_STEP_FULL: WaitCause.ValueType  # 5
 """Prompts that began before it fill the steps."""
 WAIT_CAUSE_BATCH_DELAY: WaitCause.ValueType  # 6
-"""An idle engine gathers a first batch."""
+"""A first batch gathers: for `batch_delay_ms`, or until no more of a list of class batch comes."""
 WAIT_CAUSE_PAUSED: WaitCause.ValueType  # 7
 """Its client does not read."""
 WAIT_CAUSE_ISOLATION: WaitCause.ValueType  # 8

@@ -20,6 +20,7 @@ class SchedulerConfig:
     max_queued_tokens: int = 4_000_000
     enable_prefix_caching: bool = True
     batch_delay_us: int = 0
+    arrival_gap_us: int = 0  # requests of class BATCH that follow each other faster are of one list and begin together; see gathering
     max_plans_in_flight: int = 2
     max_steps_per_plan: int = 1  # 0: as many as take 8 ms, see policy.automatic_steps
     table_checksums: bool = False
@@ -35,9 +36,9 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         at_least = {
             "block_size": 1, "num_blocks": 2, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": self.max_num_seqs,
-            "max_queued_requests": 1, "max_queued_tokens": 1, "batch_delay_us": 0, "max_plans_in_flight": 1, "max_steps_per_plan": 0,
-            "ageing_us": 1, "max_head_passes": 0, "max_pass_candidates": 1, "max_recoveries": 0, "progress_interval_us": 1,
-            "estimate_percent": 1, "max_tenants": 1,
+            "max_queued_requests": 1, "max_queued_tokens": 1, "batch_delay_us": 0, "arrival_gap_us": 0, "max_plans_in_flight": 1,
+            "max_steps_per_plan": 0, "ageing_us": 1, "max_head_passes": 0, "max_pass_candidates": 1, "max_recoveries": 0,
+            "progress_interval_us": 1, "estimate_percent": 1, "max_tenants": 1,
         }  # fmt: skip
         for field, low in at_least.items():
             if getattr(self, field) < low:

@@ -57,6 +57,13 @@ def rows_decide(outputs: int, longest: int, num_rows: int) -> bool:
     return outputs > ROWS_BUSY * longest * num_rows
 
 
+def most_idle(gap: int) -> int:
+    """How long at most an engine with a first request stands idle for others that follow within `gap` (microseconds), and how long after
+    the last one another is still expected while a step runs. Two and a half gaps: five milliseconds give the first step of a long
+    list tokens enough that the rest has come by its end; more would cost what it gives."""
+    return gap * 5 // 2
+
+
 def paced_prefill(needed: float, steps: int, num_decodes: int, slack: int, begun: bool = False) -> int:
     """Prefill tokens of a step beside `num_decodes`, where every step from here on needs `needed` of them and the last prefill was `steps`
     ago. What few decodes leave of a flat step is filled; beside many, prompts wait until there is a bulk of them, or too few steps are

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pagecast_scheduler.core import applying, intake, planning, recovery, waiting
+from pagecast_scheduler.core import applying, gathering, intake, planning, recovery, waiting
 from pagecast_scheduler.core.config import SchedulerConfig
 from pagecast_scheduler.core.prefix_cache import Change
-from pagecast_scheduler.core.request import Request, Sequence, Status
+from pagecast_scheduler.core.request import NEVER, Request, Sequence, Status
 from pagecast_scheduler.core.state import State
 from pagecast_scheduler.core.waiting import Wait
 from pagecast_wire.codec import view_u32
@@ -62,6 +62,7 @@ class Scheduler:
         s.orders += submit.num_sequences
         request.num_open = len(request.sequences)
         s.requests[request.key] = request
+        s.arrived_at = now
         if not request.started:
             s.num_queued_requests += 1
             s.num_queued_tokens += request.num_prompt_tokens
@@ -152,14 +153,19 @@ class Scheduler:
         """The next plan, or None: nothing to do, or max_plans_in_flight reached."""
         s = self.state
         self.expire(now)
+        s.held_until = -NEVER
         if len(s.in_flight) >= s.config.max_plans_in_flight or not (s.rows.num_active or len(s.queue)):
             return None
         if len(s.queue):
             self._report_positions(now)
-            gathered = self._gathered_at()
-            if gathered is not None and gathered > now:
-                return None
-        return planning.make_plan(s, now)
+        s.held_until = gathering.held_until(s, now)
+        if s.held_until > now:
+            return None
+        was_idle, hurried = not (s.rows.num_active or s.in_flight), s.queue.is_hurried(now)
+        plan = planning.make_plan(s, now)
+        if plan is not None:
+            gathering.note_plan(s, was_idle, hurried, bool(plan.chunk_lengths))
+        return plan
 
     def apply_result(self, result: StepResult, now: int) -> None:
         """Take in what a plan produced; results of another epoch and duplicates are ignored. Raises state.ResultError."""
@@ -174,9 +180,11 @@ class Scheduler:
         return self.state.outputs.take(self.state.applied_step)
 
     def next_wakeup(self) -> int | None:
-        """When time alone changes something: a limit falls due, or a first batch has gathered long enough."""
-        times = [time for time in (self.state.timers.next(), self._gathered_at()) if time is not None]
-        return min(times, default=None)
+        """When time alone changes something: a limit falls due, or the plan that the last `plan_step` held back is held no longer."""
+        held, limit = self.state.held_until, self.state.timers.next()
+        if held == -NEVER:
+            return limit
+        return held if limit is None else min(held, limit)
 
     def requests(self) -> list[Request]:
         """Every open request, oldest first."""
@@ -196,8 +204,7 @@ class Scheduler:
 
     def explain(self, now: int) -> dict[int, Wait]:
         """By key, why each open request is not running."""
-        gathered = self._gathered_at()
-        return waiting.explain(self.state, gathered is not None and gathered > now, now)
+        return waiting.explain(self.state, self.state.held_until > now, now)
 
     def watch_cache(self) -> None:
         """From here on changes of the prefix cache are noted until they are taken."""
@@ -282,14 +289,6 @@ class Scheduler:
                 self._end(request, FinishReason.TIME_LIMIT, now)
             elif request.queue_end <= now and not request.started:
                 self._end(request, FinishReason.QUEUE_TIME_EXCEEDED, now)
-
-    def _gathered_at(self) -> int | None:
-        """Until when an idle engine holds its first batch back; None: it does not."""
-        s = self.state
-        delay = s.config.batch_delay_us
-        if not delay or s.rows.num_active or s.in_flight or not len(s.queue) or len(s.queue) >= s.config.max_num_seqs:
-            return None
-        return min(request.arrival for request in s.requests.values()) + delay
 
     def _report_positions(self, now: int) -> None:
         """Now and then everybody who waits learns its place; between reports nobody pays for it."""

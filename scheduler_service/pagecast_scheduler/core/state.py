@@ -16,7 +16,7 @@ from pagecast_scheduler.core.kv_manager import KvManager
 from pagecast_scheduler.core.outputs import Cohort, Outputs
 from pagecast_scheduler.core.plan_builder import Jump
 from pagecast_scheduler.core.queue import WaitingQueue
-from pagecast_scheduler.core.request import Request, Sequence, Status
+from pagecast_scheduler.core.request import NEVER, Request, Sequence, Status
 from pagecast_scheduler.core.rows import EMPTY, Index, Rows
 from pagecast_scheduler.core.tenants import Tenants
 from pagecast_scheduler.core.timers import Timers
@@ -89,6 +89,9 @@ class State:
     step: int = 0
     applied_step: int = 0
     prefilled_in: int = 0  # the last step that computed part of a prompt
+    began: int = 0  # the step in which an idle engine began, while every step since then has prefill and nobody is in a hurry; else 0
+    arrived_at: int = -NEVER  # when the last request came
+    held_until: int = -NEVER  # when the plan that was held back last may be made; -NEVER: the last one was not
     requests: dict[int, Request] = field(default_factory=dict)
     in_flight: deque[InFlight] = field(default_factory=deque)
     detached: dict[tuple[int, int], Detached] = field(default_factory=dict)

@@ -29,6 +29,9 @@ EXIT_FAILED = 1
 EXIT_RESTART = 5
 """The scheduler must start anew to go on (the pool changed size under it); front ends bring their requests back."""
 
+ARRIVAL_GAP_US = 2000
+"""How long after a request of class BATCH another of the same list is still expected."""
+
 INTERNAL_SLOT = 0
 """Slot of the engine's own requests; front ends get 1 and up."""
 
@@ -95,6 +98,7 @@ class Epochs:
             max_num_seqs=self.limits.max_num_seqs, max_num_batched_tokens=self.limits.max_num_batched_tokens,
             max_queued_requests=self.limits.max_queued_requests, max_queued_tokens=self.limits.max_queued_tokens,
             enable_prefix_caching=self.limits.enable_prefix_caching, batch_delay_us=round(self._config.batch_delay_ms * 1000),
+            arrival_gap_us=ARRIVAL_GAP_US,
             max_plans_in_flight=self._config.max_plans_in_flight, max_steps_per_plan=self._config.max_steps_per_plan,
             table_checksums=self._config.check_invariants, step_sizes=reference.step_sizes if self._config.fill_steps else (),
         )  # fmt: skip

@@ -138,7 +138,7 @@ def in_words(report: RequestReport) -> str:
         case WaitCause.STEP_FULL:
             return "it is next, and prompts that began before it fill max_num_batched_tokens"
         case WaitCause.BATCH_DELAY:
-            return "the engine is idle and gathers a first batch for batch_delay_ms"
+            return "a first batch gathers, for batch_delay_ms or until no more of a list of class batch comes"
         case WaitCause.PAUSED:
             return "its client does not read what was sent"
         case WaitCause.ISOLATION:
