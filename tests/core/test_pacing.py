@@ -268,6 +268,20 @@ def test_no_row_stands_idle_while_more_wait_than_there_are_rows():
     assert steps[Priority.BATCH] <= steps[Priority.NORMAL]
 
 
+def test_where_blocks_are_fewer_than_rows_they_are_what_is_kept_busy():
+    """All rows are enough for all, but the blocks hold a third of them at once, and the longest is little longer than the others."""
+    outputs = [50 + key % 20 for key in range(24)]
+    steps = {}
+    for priority in (Priority.NORMAL, Priority.BATCH):
+        cluster = wide(num_blocks=8 * 43)
+        offer(cluster, sorted(outputs, reverse=True), priority=priority)
+        assert prefill(cluster.plan()) > 7 * 100
+        cluster.apply()
+        cluster.run()
+        steps[priority] = len(cluster.plans)
+    assert steps[Priority.BATCH] <= steps[Priority.NORMAL]
+
+
 def test_rows_that_would_not_be_busy_may_stand_idle():
     """More wait than there are rows, but the longest output alone takes longer than all others one after the other in the other rows."""
     outputs = [LONGEST, *[10] * 30]

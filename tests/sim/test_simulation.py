@@ -23,7 +23,7 @@ def test_every_seed_holds_every_law() -> None:
     assert total.num_preemptions > NUM_SEEDS / 100, "scenarios must preempt"
     assert total.num_epochs > NUM_SEEDS, "scenarios must lose workers"
     assert total.prefix_tokens_hit > NUM_SEEDS, "scenarios must hit the prefix cache"
-    assert min(total.num_spread, total.num_put_off) > NUM_SEEDS / 10, "scenarios must pace prefill"
+    assert min(total.num_spread, total.num_put_off) > NUM_SEEDS / 20, "scenarios must pace prefill"
     assert total.num_held > NUM_SEEDS / 10, "scenarios must wait for more of a list"
     rare = {"STOP", "LENGTH", "TIME_LIMIT", "CANCELLED", "DEADLINE_EXCEEDED", "QUEUE_TIME_EXCEEDED", "NUMERIC_FAULT", "POISON_REQUEST"}
     rare.add("CONSTRAINT_FAILED")
