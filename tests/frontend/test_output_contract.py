@@ -1,5 +1,6 @@
 """The output contract over a real port and a fake scheduler: n, log-probabilities, constraints, tool calls, usage of failed calls."""
 
+import asyncio
 import dataclasses
 import json
 import struct
@@ -13,6 +14,7 @@ from frontend.fake_scheduler import finished, prompt, usage
 from frontend.test_grpc_generation import kind, rest_of, spec
 
 from pagecast.v1 import generation_pb2 as pb
+from pagecast_scheduler.frontend import events, streams
 from pagecast_wire import pack_u32, pack_u64, view_u32
 from pagecast_wire.intake import Abort, Finished, FrontendBatch, PromptLogprobs, StopAt, Submit, TokenLogprobs
 from pagecast_wire.sampling import ConstraintFault, ConstraintKind, FinishReason
@@ -59,6 +61,50 @@ async def test_every_sampling_value_reaches_the_scheduler_and_comes_back_as_effe
     )  # fmt: skip
     assert effective == expected
     call.cancel()
+
+
+async def whole(rig: Rig, outputs: list[list[int]], step: int) -> pb.GenerateResponse:
+    """The answer of Generate for these outputs, which come so many tokens at a time, each with its log-probability."""
+    output = pb.OutputOptions(logprobs=pb.LogprobsOptions(top_n=1), raw_bytes=True)
+    wanted = spec(request_id="one", sampling=pb.SamplingOptions(num_sequences=2, seed=1), output=output)
+    call = rig.generation.Generate(pb.GenerateRequest(spec=wanted))
+    submit = await rig.scheduler.accept(len(rig.scheduler.all(Submit)) + 1)
+    for at in range(0, max(map(len, outputs)), step):
+        rows = {index: (at, ids[at : at + step]) for index, ids in enumerate(outputs) if at < len(ids)}
+        records = [
+            TokenLogprobs(submit.key, index, first + i, -0.5 * token, pack_u32([token]), f32(-0.5 * token))
+            for index, (first, ids) in rows.items() for i, token in enumerate(ids)
+        ]  # fmt: skip
+        ends = [index for index, ids in enumerate(outputs) if at < len(ids) <= at + step]
+        finish = tuple(Finished(submit.key, index, FinishReason.LENGTH, usage(len(outputs[index]))) for index in ends)
+        batch = FrontendBatch(
+            2, pack_u64([submit.key] * len(rows)), pack_u32(list(rows)), pack_u32([first for first, _ in rows.values()]),
+            pack_u32([len(ids) for _, ids in rows.values()]), pack_u32([i for _, ids in rows.values() for i in ids]), finished=finish,
+            logprobs=tuple(records),
+        )  # fmt: skip
+        await rig.scheduler.send(batch)
+        await asyncio.sleep(0.002)  # the front end's turn
+    answer: pb.GenerateResponse = await call
+    return answer
+
+
+async def test_a_whole_answer_is_the_same_however_its_output_came(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = [[*"né".encode(), 0xE4, 0xBD], [*"你好, and all of: ".encode(), *range(32, 126), 0xF0, 0x9F]]  # each ends within a character
+    at_once = await whole(rig, outputs, 1000)
+    assert [list(s.token_ids) for s in at_once.sequences] == outputs
+    assert [len(s.logprobs) for s in at_once.sequences] == [len(ids) for ids in outputs]
+    assert [s.raw_bytes for s in at_once.sequences] == [bytes(ids) for ids in outputs] and at_once.sequences[0].text == "né\ufffd"
+    written: list[int] = []
+
+    def gather(self: events.WholeAnswer, as_ever: Any = events.WholeAnswer.gather) -> pb.GenerateResponse:
+        response: pb.GenerateResponse = as_ever(self)
+        written.append(len(response.sequences[1].token_ids))
+        return response
+
+    monkeypatch.setattr(events.WholeAnswer, "gather", gather)
+    monkeypatch.setattr(streams, "GATHER_TOKENS", 2)
+    assert await whole(rig, outputs, 1) == at_once
+    assert len(set(written)) > 10  # it was written while it grew
 
 
 @pytest.mark.parametrize("streaming", [True, False])

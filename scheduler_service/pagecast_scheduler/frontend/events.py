@@ -193,43 +193,73 @@ class EventWriter:
         return self._next(progress=event)
 
 
-def whole_answer(stream: RequestStream, token_bytes: Bytes = None) -> pb.GenerateResponse:
-    """The answer of Generate for a finished stream."""
-    request = stream.request
-    response = pb.GenerateResponse(
-        request_id=request.request_id, model=request.model, model_digest=request.model_digest, effective=effective(request)
-    )
-    response.truncated_prompt_tokens = request.spec.num_truncated
-    known = stream.prompt_records
-    if known is not None:
-        for _, records in prompt_records(request.submit.prompt, known.take(), token_bytes, known.has_origin):
-            response.prompt_logprobs.extend(records)
-    usages = []
-    for sequence in stream.sequences:
-        output = sequence.take()
-        reason, stop_text, stop_id, usage = sequence.result()
-        usages.append(usage)
-        shown = response.sequences.add(sequence_index=sequence.index, reason=reason_of(request, reason, stop_id), usage=usage_of([usage]))
-        if stop_text is not None:
-            shown.stop_text = stop_text
-        elif stop_id is not None:
-            shown.stop_token_id = stop_id
-        _show(shown, request, output, token_bytes)
-    response.usage.CopyFrom(usage_of(usages))
-    response.timings.CopyFrom(timings_of(usages))
-    response.num_recoveries = max(u.num_recoveries for u in usages)
-    return response
+class WholeAnswer:
+    """The answer of Generate, written while its output grows, so that little is left to do when that ends."""
+
+    def __init__(self, stream: RequestStream, token_bytes: Bytes = None) -> None:
+        """token_bytes: as for EventWriter."""
+        self._stream = stream
+        self._bytes = token_bytes
+        self._response: pb.GenerateResponse | None = None
+
+    def gather(self) -> pb.GenerateResponse:
+        """Writes what has come since it was last called. Returns what there is so far."""
+        stream, response = self._stream, self._response
+        if response is None:
+            response = self._response = self._begun()
+        known = stream.prompt_records
+        if known is not None and known.has_new:
+            for _, records in prompt_records(known.prompt, known.take(), self._bytes, known.has_origin):
+                response.prompt_logprobs.extend(records)
+        for shown, sequence in zip(response.sequences, stream.sequences, strict=True):
+            if not sequence.is_reported:
+                _show(shown, stream.request, sequence.take(), self._bytes)
+                sequence.is_reported = sequence.finished is not None
+        return response
+
+    def _begun(self) -> pb.GenerateResponse:
+        """What is known before there is any output."""
+        request = self._stream.request
+        response = pb.GenerateResponse(
+            request_id=request.request_id, model=request.model, model_digest=request.model_digest, effective=effective(request)
+        )
+        response.truncated_prompt_tokens = request.spec.num_truncated
+        for sequence in self._stream.sequences:
+            response.sequences.add(sequence_index=sequence.index)
+        return response
+
+    def finished(self) -> pb.GenerateResponse:
+        """The answer, of a stream whose every sequence has ended."""
+        response = self.gather()
+        usages = []
+        for shown, sequence in zip(response.sequences, self._stream.sequences, strict=True):
+            reason, stop_text, stop_id, usage = sequence.result()
+            usages.append(usage)
+            shown.reason = reason_of(self._stream.request, reason, stop_id)
+            shown.usage.CopyFrom(usage_of([usage]))
+            if stop_text is not None:
+                shown.stop_text = stop_text
+            elif stop_id is not None:
+                shown.stop_token_id = stop_id
+        response.usage.CopyFrom(response.sequences[0].usage if len(usages) == 1 else usage_of(usages))
+        response.timings.CopyFrom(timings_of(usages))
+        response.num_recoveries = max([u.num_recoveries for u in usages])
+        return response
 
 
 def _show(shown: pb.GeneratedSequence, request: PreparedRequest, output: Output, token_bytes: Bytes) -> None:
-    """Writes the whole output of one sequence, as far as it is wanted."""
-    if request.spec.want_token_ids:
+    """Writes more output of one sequence, as far as it is wanted."""
+    spec, parsed = request.spec, output.parsed
+    if spec.want_token_ids and output.ids:
         shown.token_ids.extend(output.ids)
-    if request.spec.want_raw_bytes:
-        shown.raw_bytes = raw_bytes(output.ids, token_bytes)
-    if request.spec.want_text:
-        shown.text, shown.reasoning_text = output.parsed.text, output.parsed.reasoning
-        for piece in output.parsed.calls:
+    if spec.want_raw_bytes:
+        shown.raw_bytes += raw_bytes(output.ids, token_bytes)
+    if spec.want_text:
+        if parsed.text:
+            shown.text += parsed.text
+        if parsed.reasoning:
+            shown.reasoning_text += parsed.reasoning
+        for piece in parsed.calls:
             if piece.index == len(shown.tool_calls):
                 shown.tool_calls.add(id=piece.id, name=piece.name)
             shown.tool_calls[piece.index].arguments += piece.arguments

@@ -17,7 +17,7 @@ from pagecast_scheduler.frontend.authorizer import allow_model, allow_priority
 from pagecast_scheduler.frontend.constraints import constraint_of, constraint_path
 from pagecast_scheduler.frontend.delivery import DEFAULT_DELIVERY, Delivery, check_delivery
 from pagecast_scheduler.frontend.errors import Reason, Refusal, adapter_unknown, field_violation
-from pagecast_scheduler.frontend.events import EventWriter, server_timing, whole_answer
+from pagecast_scheduler.frontend.events import EventWriter, WholeAnswer, server_timing
 from pagecast_scheduler.frontend.limits import Limits
 from pagecast_scheduler.frontend.namespace import derive
 from pagecast_scheduler.frontend.prepared_request import PreparedRequest, output_sequences
@@ -71,14 +71,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         prepared = await self._prepare(request.spec, context, False)
         check_answer_size(prepared.spec, prepared.num_prompt_tokens, self._state.limits())
         stream = self._open(prepared, False, DEFAULT_DELIVERY)
+        answer = WholeAnswer(stream, self._state.prompts.tokenizer.piece_bytes)
         try:
             await self._until_accepted(stream, context)
             while not stream.is_done:
                 await stream.wait()
+                if not stream.is_done:
+                    answer.gather()
             if stream.failure is not None:
                 stream.failure.metadata = {**stream.failure.metadata, **stream.usage_so_far()}
                 raise stream.failure
-            return whole_answer(stream, self._state.prompts.tokenizer.piece_bytes)
+            return answer.finished()
         except asyncio.CancelledError:
             if stream.failure is None:
                 raise

@@ -24,12 +24,16 @@ from pagecast_wire.sampling import FinishReason
 MISTAKE_GRACE_MS = 10_000
 """A resume that asks for what cannot be leaves the request time for a better one."""
 
+GATHER_TOKENS = 64
+"""A whole answer is written on whenever so many tokens have come, each request's at a count of its own: those that began together would
+else all be written at once."""
+
 
 class RequestStream:
     """One open call. `send` puts a message on the scheduler's socket.
 
     Ends exactly once: `failure` is set, or every sequence is finished. is_streaming: a reader takes the output while it grows;
-    only then are arrivals announced and back-pressure kept.
+    only then is every arrival announced and back-pressure kept.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class RequestStream:
         self._send = send
         self._is_paused = False
         self._is_gathering = False
+        self._wake_at = GATHER_TOKENS  # tokens that are to be written to a whole answer
         self._reported_phase = Phase.QUEUED
         self._waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -171,6 +176,9 @@ class RequestStream:
                 self._on_unread()
             if not self._is_gathering:
                 self._wake()
+        elif len(output.ids) - output.num_delivered >= self._wake_at:
+            self._wake_at = GATHER_TOKENS
+            self._wake()
 
     def _on_unread(self) -> None:
         if self.delivery.pauses:
@@ -220,6 +228,7 @@ class RequestStream:
     def attach(self) -> None:
         """The current task is the one that answers this call."""
         self._task = asyncio.current_task()
+        self._wake_at = 1 + self.key % GATHER_TOKENS
 
     async def wait(self) -> None:
         """Returns when something new was fed; call only when nothing is left to take."""
