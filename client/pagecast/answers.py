@@ -61,7 +61,7 @@ def sequence(message: pb.GeneratedSequence) -> types.Sequence:
     """One whole output."""
     calls = tuple(types.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls)
     return types.Sequence(
-        message.sequence_index, message.text, tuple(message.token_ids), _REASONS.get(message.reason, "unspecified"), matched(message),
+        message.sequence_index, message.text, tuple(message.token_ids[:]), _REASONS.get(message.reason, "unspecified"), matched(message),
         usage(message.usage), logprobs(message.logprobs), message.reasoning_text, calls, message.raw_bytes,
     )
 

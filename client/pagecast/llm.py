@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -147,8 +147,8 @@ class LLM(_Embedded):
             options["priority"] = "batch"
         order = longest_first(each) if options.get("priority") == "batch" else range(len(many))
         specs = ((number, requests.generation_spec(many[number], each[number], options)) for number in order)
-        found = self._run(specs, requests.timeout(options.get("timeout")))
-        return [RequestOutput.of(prompt, found[number]) for number, prompt in enumerate(many)]
+        found = self._run(specs, requests.timeout(options.get("timeout")), lambda number, result: RequestOutput.of(many[number], result))
+        return [found[number] for number in range(len(many))]
 
     def chat(
         self, conversations: requests.Chat | Sequence[requests.Chat], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -157,10 +157,13 @@ class LLM(_Embedded):
         """generate for one conversation or many, under the model's own chat template."""
         return self.generate(cast(Any, conversations), sampling, **options)
 
-    def _run(self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None) -> dict[int, types.Generation]:
-        """Keep a window of calls open, so that the batch is always full and the queue never long. Answers are read as they come, so that
-        little is left to do after the last one. By the numbers that come with the specs."""
-        calls = _Calls(self._stubs, timeout)
+    def _run(
+        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None,
+        output_of: Callable[[int, types.Generation], RequestOutput],
+    ) -> dict[int, RequestOutput]:
+        """Keep a window of calls open, so that the batch is always full and the queue never long. Answers are read as they come, and
+        outputs made of them, so that little is left to do after the last one. By the numbers that come with the specs."""
+        calls = _Calls(self._stubs, timeout, output_of)
         try:
             for number, spec in specs:
                 if calls.num_open >= self._window:
@@ -168,7 +171,7 @@ class LLM(_Embedded):
                 calls.ask(number, spec)
             while calls.num_open:
                 calls.read_one()
-            return calls.answers
+            return calls.outputs
         finally:
             calls.cancel()
 
@@ -186,15 +189,15 @@ class LLM(_Embedded):
 
 
 class _Calls:
-    """The calls of one `generate`. answers: those read so far, by number."""
+    """The calls of one `generate`. outputs: of the answers read so far, by number."""
 
-    def __init__(self, stubs: Sequence[Any], timeout: float | None) -> None:
-        self._stubs, self._timeout = stubs, timeout
+    def __init__(self, stubs: Sequence[Any], timeout: float | None, output_of: Callable[[int, types.Generation], RequestOutput]) -> None:
+        self._stubs, self._timeout, self._output_of = stubs, timeout, output_of
         self._asked: dict[int, tuple[generation_pb2.GenerateRequest, Asking]] = {}  # those without an answer
         self._open: dict[int, Any] = {}
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
         self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        self.answers: dict[int, types.Generation] = {}
+        self.outputs: dict[int, RequestOutput] = {}
 
     @property
     def num_open(self) -> int:
@@ -217,7 +220,7 @@ class _Calls:
         while True:
             number, call = self._next()
             try:
-                self.answers[number] = answers.generation(call.result())
+                self.outputs[number] = self._output_of(number, answers.generation(call.result()))
                 del self._asked[number], self._open[number]
                 return
             except grpc.RpcError as failed:

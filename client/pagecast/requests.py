@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, cast
 
@@ -220,11 +221,17 @@ def fill_chat(chat: pb.ChatPrompt, options: RequestOptions) -> None:
 
 def _value(option: str, enum: Any, name: str) -> Any:
     """The number of an enumeration's value, "start" for TRUNCATE_START. Raises ValueError for a name that it does not have."""
-    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
-    known = {key.removeprefix(prefix).lower(): number for key, number in enum.items() if number}
+    known = _names(enum)
     if name not in known:
         raise ValueError(f"{option} must be one of {', '.join(known)}, not {name!r}")
     return known[name]
+
+
+@cache
+def _names(enum: Any) -> dict[str, int]:
+    """The numbers of an enumeration's values by such names."""
+    prefix = enum.Name(0).removesuffix("UNSPECIFIED")
+    return {key.removeprefix(prefix).lower(): number for key, number in enum.items() if number}
 
 
 def duration(name: str, seconds: float) -> Duration:

@@ -77,7 +77,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stub, int], list[object]]:
 
     def run(stub: Stub, count: int) -> list[object]:
         llm._stubs = [stub]
-        found = llm._run(((number, generation_pb2.GenerationSpec()) for number in range(count)), None)
+        found = llm._run(((number, generation_pb2.GenerationSpec()) for number in range(count)), None, lambda number, answer: answer)
         return [found[number] for number in range(count)]
 
     return run
@@ -143,10 +143,12 @@ class Asked(LLM):
     def __init__(self) -> None:
         self.specs: list[generation_pb2.GenerationSpec] = []
 
-    def _run(self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None) -> dict[int, Any]:
+    def _run(
+        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None, output_of: Callable[[int, Any], Any]
+    ) -> dict[int, Any]:
         taken = list(specs)
         self.specs = [spec for _, spec in taken]
-        return {number: spec.prompt_text for number, spec in taken}
+        return {number: output_of(number, spec.prompt_text) for number, spec in taken}
 
     def __exit__(self, *_: object) -> None: ...
 
