@@ -108,8 +108,9 @@ class SchedulerLink:
         if self._is_flush_due:
             return
         self._is_flush_due = True
-        if time.monotonic() - self._last_flush < GATHER_S:
-            self._loop.call_later(GATHER_S, self._flush)
+        wait = self._last_flush + GATHER_S - time.monotonic()
+        if wait > 0:  # no longer: the scheduler takes requests of a list for parts of it while they are close together
+            self._loop.call_later(wait, self._flush)
         else:
             self._loop.call_soon(self._flush)
 
