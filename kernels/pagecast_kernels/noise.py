@@ -11,6 +11,7 @@ PER_ROW = (
 to compile a kernel anew for."""
 GREEDY_BELOW = tl.constexpr(1e-5)  # reference.GREEDY_BELOW
 _MOST_NOISE = tl.constexpr(16.7)  # more than -log(-log u) of the largest u, 1 - 2⁻²⁴
+_ROUNDING = tl.constexpr(2.4e-7)  # of a score, more than what its product and its sum may be rounded by
 NO_LEADER = tl.constexpr(-2139095041)  # ordered(-inf)
 
 
@@ -111,7 +112,8 @@ def best_of(
             if SHARED:
                 leader = tl.maximum(leader, _score_of(known))
                 known = tl.load(leader_ptr, cache_modifier=".cg")
-            if (top * inverse + _MOST_NOISE > leader) & (top > cutoff if ABOVE else top >= cutoff):
+            least = leader - tl.abs(leader) * _ROUNDING  # an equal score of a lower token wins, whoever was first to tell of his
+            if (top * inverse + _MOST_NOISE > least) & (top > cutoff if ABOVE else top >= cutoff):
                 # Broken rows have no winner, whatever their words; `most` is asked so that words lie where the logits do.
                 quad = tl.where(most < float("inf"), (first + start) // 4 + tl.arange(0, FOURS), 0)
                 w0, w1, w2, w3 = _words(seed, sequence, position, quad.to(tl.uint32))
@@ -119,7 +121,7 @@ def best_of(
                 # -log u >= 1 - u, so -log(1 - u) bounds the noise from above, and what may lead has 1 - u < e^(x - leader). Four tokens
                 # are judged by their largest logit and their largest u, with something to spare for rounding: few tiles need the noise.
                 one_and_u = ((_largest_of_four(words, TILE) >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-                may_lead = one_and_u > (2.0 - 1.3e-7) - tl.exp2((most * inverse - leader) * 1.4426950408889634 + 2e-3)
+                may_lead = one_and_u > (2.0 - 1.3e-7) - tl.exp2((most * inverse - least) * 1.4426950408889634 + 2e-3)
                 if tl.max(may_lead.to(tl.int32), 0) > 0:
                     score = noisy(x * inverse, (words >> 9).to(tl.int32))
                     score = tl.where(x > cutoff if ABOVE else x >= cutoff, score, float("-inf"))

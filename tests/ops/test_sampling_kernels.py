@@ -75,6 +75,20 @@ def test_many_rows_are_drawn_by_programs_that_tell_each_other_their_best() -> No
         assert not work.counters.any() and (work.leaders == noise.NO_LEADER.value).all()
 
 
+def test_whoever_tells_of_his_best_first_the_lowest_of_equal_scores_wins() -> None:
+    """Scores so large that noise is rounded to 1/4: many tokens share the best one."""
+    rows, vocab = 32, 1024
+    args = [*limits(rows, temperature=2.0**-16), *draws(rows)]
+    logits = torch.full((rows, vocab), 32.0)
+    work = sampling.sample_workspace(rows, "cpu")
+    want = reference.sample(logits, *args).tolist()
+    assert sampling.sample(logits, *args, workspace=work, filtered=False).tolist() == want
+    best = work.best[: 2 * rows].view(rows, 2)  # by the programs of a row
+    assert (best[:, 0] == best[:, 1]).any()
+    work.leaders.copy_(best.amax(1).view(torch.int32))  # as if another program had been there: positive floats order as their bits do
+    assert sampling.sample(logits, *args, workspace=work, filtered=False).tolist() == want
+
+
 def test_ties_are_kept_together_and_greedy_takes_the_lowest_id() -> None:
     logits = torch.zeros(2, 6000)
     logits[:, 3000:3010] = 1.0
