@@ -213,6 +213,28 @@ def check_far(device: str = "cuda", blocks: int = 140_000) -> Errors:
         yield f"far {kind}", paged_case.relative_error(out, want)
 
 
+def check_places_left(device: str = "cuda") -> Errors:
+    """Padding of length -1 is left as it is: 1 where a place is not; and the error of the others, zeros for length 0 among them."""
+    for heads, kv_heads, dim, kind in ((32, 8, 128, None), (64, 4, 64, None), (32, 8, 128, torch.float8_e4m3fn), (16, 8, 256, None)):
+        for count in (6, 60):
+            lens = [300, 0, 17, 0, 1, 900] * (count // 6)
+            case = paged_case.make(heads, lens, [1] * count, heads, kv_heads, dim, 16, torch.bfloat16, device)
+            caches = (case.k_cache, case.v_cache) if kind is None else (case.k_cache.to(kind), case.v_cache.to(kind))
+            one = torch.ones(kv_heads, device=device)
+            looks = {} if kind is None else {"k_scale": one, "v_scale": one}
+            tables = (case.block_table, case.rows, case.seq_lens, 0.09)
+            work = decode_flat.step_workspace(count, heads, kv_heads, dim, device)
+            want = reference.paged_decode(case.q.double(), *(cache.double() for cache in caches), *tables)
+            left = [n for n in range(count) if n % 6 == 3]
+            rest = [n for n in range(count) if n % 6 != 3]
+            case.seq_lens[left] = -1
+            out = torch.full_like(case.q, 7.0)
+            decode_flat.paged_decode(case.q, *caches, *tables, workspace=work, out=out, **looks)
+            name = f"places {heads}/{kv_heads} d{dim} {kind} x{count}"
+            yield f"{name} left", float((out[left] != 7.0).any())
+            yield name, paged_case.relative_error(out[rest], want[rest])
+
+
 def check_all() -> Errors:
-    for check in (check_flat, check_shared, check_latent, check_far):
+    for check in (check_flat, check_shared, check_latent, check_far, check_places_left):
         yield from check()

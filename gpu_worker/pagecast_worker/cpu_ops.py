@@ -192,8 +192,8 @@ def _decode_indices(table: Tensor, rows: Tensor, seq_lens: Tensor, num_kv_heads:
     if window:
         seen &= token >= lens - window
     bias = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-    bias.masked_fill_(lens == 0, 0.0)  # a padding row must not divide zero by zero; its result is thrown away below
-    return index.flatten(), bias[:, None, None, :], lens.view(-1, 1, 1) == 0
+    bias.masked_fill_(lens <= 0, 0.0)  # a padding row must not divide zero by zero; its result is thrown away below
+    return index.flatten(), bias[:, None, None, :], lens.view(-1, 1, 1) <= 0
 
 
 def paged_decode(
@@ -212,7 +212,7 @@ def paged_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_decode. Slots of used blocks must be finite, also beyond a row's length."""
+    """See reference.paged_decode; padding of any kind gives zeros. Slots of used blocks must be finite, also beyond a row's length."""
     batch, num_heads, dim = q.shape
     num_kv_heads, size = k_cache.shape[1:3]
     key = (block_table, rows, seq_lens, num_kv_heads, size, window)

@@ -75,11 +75,11 @@ class InvariantDecode:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, rows: Tensor, seq_lens: Tensor, scale: float,
         *, out: Tensor | None = None, **looks: Any,
     ) -> Tensor:  # fmt: skip
-        """See reference.paged_decode."""
+        """See reference.paged_decode; but in an `out` that is given, places without tokens stay as they are."""
         if self._starts is None or seq_lens is not self._seq_lens:
             self._starts = torch.nn.functional.pad((seq_lens > 0).cumsum(0, dtype=torch.int32), (1, 0))
             self._seq_lens = seq_lens
-        out = torch.zeros_like(q) if out is None else out.zero_()
+        out = torch.zeros_like(q) if out is None else out
         return paged_prefill(
             q, k_cache, v_cache, block_table, rows, self._starts, seq_lens, scale, max_query_len=1, out=out, **looks
         )  # fmt: skip

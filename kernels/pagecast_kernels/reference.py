@@ -227,7 +227,8 @@ def paged_decode(
     """One query token per sequence against its paged KV. Returns [B, Hq, D].
 
     q[B, Hq, D]; block_table int32[max_rows, max_blocks]; rows int32[B] picks its rows; seq_lens int32[B] counts tokens, the
-    current one included, and 0 marks a padding row, which gives zeros. window > 0: only the last `window` tokens are seen.
+    current one included, and 0 marks a padding row, which gives zeros, -1 one whose place in `out` is left as it is, as it is written by
+    another. window > 0: only the last `window` tokens are seen.
     """
     batch, num_heads, dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -244,8 +245,10 @@ def paged_decode(
     k = from_cache(_gather(k_cache, table), k_scale, q).masked_fill_(hidden, 0.0)
     v = from_cache(_gather(v_cache, table), v_scale, q).masked_fill_(hidden, 0.0)
     grouped = _accurate(q).view(batch, num_kv_heads, num_heads // num_kv_heads, dim)
-    result = _attend(grouped, k, v, seen[:, None, None, :], scale, softcap)
-    return _give(result.reshape(batch, num_heads, dim), out, q.dtype)
+    result = _attend(grouped, k, v, seen[:, None, None, :], scale, softcap).reshape(batch, num_heads, dim)
+    if out is not None:
+        result = torch.where((seq_lens < 0)[:, None, None], out, result)
+    return _give(result, out, q.dtype)
 
 
 def paged_prefill(
@@ -323,15 +326,16 @@ def gather_padded(
     """What a padded step needs of its rows, all int32: decode_rows[D] stand before the chunks' tokens, so token_ids[T] and positions[T],
     which hold those of the chunks, get the first places filled in, unless such a row is `padding`.
 
-    Returns the decoding rows' counts int32[D], slots int64[T], where slots[T] has those of the chunks, and of sample_rows[M] scalars
-    int32[F, M], seeds int64[M] and sample_index as int64[M]. The rest as in gather_rows.
+    Returns the decoding rows' counts int32[D], -1 of padding, whose places are chunks' tokens or nobody's, slots int64[T], where
+    slots[T] has those of the chunks, and of sample_rows[M] scalars int32[F, M], seeds int64[M] and sample_index as int64[M]. The rest as
+    in gather_rows.
     """
     last, _, known_positions, known_slots = gather_rows(decode_rows, scalars, seeds, table, block_size)
     real, places, all_slots = decode_rows != padding, len(decode_rows), slots.long()
     for sent, known in ((token_ids, last[1]), (positions, known_positions), (all_slots, known_slots)):
         sent[:places] = torch.where(real, known, sent[:places])
     gathered, drawn_seeds, _, _ = gather_rows(sample_rows, scalars, seeds, table, block_size)
-    return last[0], all_slots, gathered, drawn_seeds, sample_index.long()
+    return torch.where(real, last[0], -1), all_slots, gathered, drawn_seeds, sample_index.long()
 
 
 def finish_rows(drawn: Tensor, rows: Tensor, lengths: Tensor, scalars: Tensor, stops: Tensor, stop_flag: int, bad_flag: int) -> Tensor:

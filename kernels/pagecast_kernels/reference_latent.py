@@ -49,10 +49,12 @@ def latent_decode(
     *, workspace: object = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """One query token per sequence: q_latent[B, Hq, L] and q_rope[B, Hq, R] -> [B, Hq, L]. Tables as in reference.paged_decode."""
-    result = torch.zeros_like(q_latent) if out is None else out.zero_()
+    result = torch.zeros_like(q_latent) if out is None else out
     size = v_cache.shape[2]
     for index, (row, length) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
-        if length:
+        if length == 0:
+            result[index] = 0.0
+        elif length > 0:
             blocks = block_table[row, : -(-length // size)].long()
             key, latent = (cache[blocks].flatten(0, 2)[:length] for cache in (k_cache, v_cache))
             seen = torch.ones(1, dtype=torch.bool, device=key.device)

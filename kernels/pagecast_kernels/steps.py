@@ -53,8 +53,8 @@ def _gather_padded(
     decodes, has_token, samples = place < num_decodes, place < num_tokens, place < num_samples
     row = tl.load(decode_rows_ptr + place, decodes, padding).to(tl.int64)
     length = tl.load(scalars_ptr + row)
-    tl.store(lengths_ptr + place, length, decodes)
     real = row != padding
+    tl.store(lengths_ptr + place, tl.where(real, length, -1), decodes)
     position = tl.maximum(length - 1, 0)
     block = tl.load(table_ptr + row * table_stride + position // BLOCK_SIZE).to(tl.int64)
     known = tl.where(length > 0, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
