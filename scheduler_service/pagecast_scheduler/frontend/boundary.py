@@ -45,6 +45,8 @@ def _safe(deserialize: Callable[[bytes], Any], max_bytes: int) -> Callable[[byte
 
 async def end_with(context: Any, refusal: Refusal) -> None:
     """Ends the call with the refusal's status and trailers. Never returns."""
+    # Where it was raised is of no more use, and would hold the whole request, in a cycle, until the collector comes by.
+    refusal.__traceback__ = refusal.__context__ = None
     call_context.current().reason = refusal.reason.name
     await context.abort(refusal.reason.code, refusal.text(), refusal.trailers())
 

@@ -94,9 +94,11 @@ class CallInterceptor:
                 if reports_load is not None:
                     context.set_trailing_metadata((*(context.trailing_metadata() or ()), reports_load()))
                 return answer
-            except grpc.aio.AbortError:
+            except grpc.aio.AbortError as aborted:
                 code = _code_name(context)
-                raise
+                # gRPC keeps it in a cycle with the context: frames that have the request would hold that until the collector comes by.
+                request = None
+                raise aborted.with_traceback(None) from None
             except asyncio.CancelledError:
                 raise
             finally:

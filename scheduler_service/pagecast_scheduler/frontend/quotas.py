@@ -31,13 +31,16 @@ class _Account:
     tokens: float | None = None
     filled: float = 0.0
 
+    def num_queued(self) -> int:
+        return sum(lease.request is not None and lease.request.is_queued for lease in self.streams)
+
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """What one request holds of its principal's quota, from `Quotas.admit` to `end`."""
+    """What one request holds of its principal's quota, from `Quotas.admit` to `end`. request: None once its caller has gone."""
 
     account: _Account
-    request: Queued
+    request: Queued | None
     reserved: int
     capacity: int | None
     is_settled: bool = False
@@ -45,6 +48,7 @@ class Lease:
     def leave(self) -> None:
         """The caller goes, the request goes on: one stream less, while its tokens stay reserved until `end`."""
         self.account.streams.discard(self)
+        self.request = None  # which knows the lease: such a pair would stay, prompt, output and all, until the collector comes by
 
     def end(self, used: int) -> None:
         """The request is over and has used so many tokens of those reserved; harmless a second time."""
@@ -67,7 +71,7 @@ class Quotas:
         quota = principal.quota
         if quota.streams is not None and len(account.streams) >= quota.streams:
             raise _refusal(Reason.QUOTA_REQUESTS, principal, f"{quota.streams} requests at a time", SOON_MS)
-        if quota.queued_requests is not None and sum(lease.request.is_queued for lease in account.streams) >= quota.queued_requests:
+        if quota.queued_requests is not None and account.num_queued() >= quota.queued_requests:
             raise _refusal(Reason.QUOTA_REQUESTS, principal, f"{quota.queued_requests} queued requests", SOON_MS)
         wanted = prompt_tokens + max_output_tokens
         if quota.tokens_per_minute is not None:
