@@ -95,16 +95,19 @@ async def test_a_whole_answer_is_the_same_however_its_output_came(rig: Rig, monk
     assert [len(s.logprobs) for s in at_once.sequences] == [len(ids) for ids in outputs]
     assert [s.raw_bytes for s in at_once.sequences] == [bytes(ids) for ids in outputs] and at_once.sequences[0].text == "né\ufffd"
     written: list[int] = []
+    strings: list[str | bytes] = []
 
     def gather(self: events.WholeAnswer, as_ever: Any = events.WholeAnswer.gather) -> pb.GenerateResponse:
         response: pb.GenerateResponse = as_ever(self)
         written.append(len(response.sequences[1].token_ids))
+        strings.extend((response.sequences[1].text, response.sequences[1].raw_bytes))
         return response
 
     monkeypatch.setattr(events.WholeAnswer, "gather", gather)
     monkeypatch.setattr(streams, "GATHER_TOKENS", 2)
     assert await whole(rig, outputs, 1) == at_once
     assert len(set(written)) > 10  # it was written while it grew
+    assert not any(strings)  # but these, of which a message would keep each that a longer one took the place of
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -1,5 +1,7 @@
 """Public messages out of stream state: events of GenerateStream, and the whole answer of Generate."""
 
+from dataclasses import dataclass, field
+
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend.output_sequence import Output, OutputSequence
 from pagecast_scheduler.frontend.prepared_request import PreparedRequest
@@ -193,6 +195,21 @@ class EventWriter:
         return self._next(progress=event)
 
 
+@dataclass(slots=True)
+class _Said:
+    """The strings of one sequence in pieces: a message keeps every one that a longer one took the place of, until it is gone itself."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    raw: list[bytes] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)  # of each tool call
+
+    def write(self, shown: pb.GeneratedSequence) -> None:
+        shown.text, shown.reasoning_text, shown.raw_bytes = "".join(self.text), "".join(self.reasoning), b"".join(self.raw)
+        for call, pieces in zip(shown.tool_calls, self.arguments, strict=True):
+            call.arguments = "".join(pieces)
+
+
 class WholeAnswer:
     """The answer of Generate, written while its output grows, so that little is left to do when that ends."""
 
@@ -201,9 +218,10 @@ class WholeAnswer:
         self._stream = stream
         self._bytes = token_bytes
         self._response: pb.GenerateResponse | None = None
+        self._said: list[_Said] = []
 
     def gather(self) -> pb.GenerateResponse:
-        """Writes what has come since it was last called. Returns what there is so far."""
+        """Writes what has come since it was last called. Returns what there is so far, without its strings."""
         stream, response = self._stream, self._response
         if response is None:
             response = self._response = self._begun()
@@ -211,9 +229,9 @@ class WholeAnswer:
         if known is not None and known.has_new:
             for _, records in prompt_records(known.prompt, known.take(), self._bytes, known.has_origin):
                 response.prompt_logprobs.extend(records)
-        for shown, sequence in zip(response.sequences, stream.sequences, strict=True):
+        for shown, said, sequence in zip(response.sequences, self._said, stream.sequences, strict=True):
             if not sequence.is_reported:
-                _show(shown, stream.request, sequence.take(), self._bytes)
+                _show(shown, said, stream.request, sequence.take(), self._bytes)
                 sequence.is_reported = sequence.finished is not None
         return response
 
@@ -226,13 +244,15 @@ class WholeAnswer:
         response.truncated_prompt_tokens = request.spec.num_truncated
         for sequence in self._stream.sequences:
             response.sequences.add(sequence_index=sequence.index)
+            self._said.append(_Said())
         return response
 
     def finished(self) -> pb.GenerateResponse:
         """The answer, of a stream whose every sequence has ended."""
         response = self.gather()
         usages = []
-        for shown, sequence in zip(response.sequences, self._stream.sequences, strict=True):
+        for shown, said, sequence in zip(response.sequences, self._said, self._stream.sequences, strict=True):
+            said.write(shown)
             reason, stop_text, stop_id, usage = sequence.result()
             usages.append(usage)
             shown.reason = reason_of(self._stream.request, reason, stop_id)
@@ -247,22 +267,21 @@ class WholeAnswer:
         return response
 
 
-def _show(shown: pb.GeneratedSequence, request: PreparedRequest, output: Output, token_bytes: Bytes) -> None:
+def _show(shown: pb.GeneratedSequence, said: _Said, request: PreparedRequest, output: Output, token_bytes: Bytes) -> None:
     """Writes more output of one sequence, as far as it is wanted."""
     spec, parsed = request.spec, output.parsed
     if spec.want_token_ids and output.ids:
         shown.token_ids.extend(output.ids)
     if spec.want_raw_bytes:
-        shown.raw_bytes += raw_bytes(output.ids, token_bytes)
+        said.raw.append(raw_bytes(output.ids, token_bytes))
     if spec.want_text:
-        if parsed.text:
-            shown.text += parsed.text
-        if parsed.reasoning:
-            shown.reasoning_text += parsed.reasoning
+        said.text.append(parsed.text)
+        said.reasoning.append(parsed.reasoning)
         for piece in parsed.calls:
             if piece.index == len(shown.tool_calls):
                 shown.tool_calls.add(id=piece.id, name=piece.name)
-            shown.tool_calls[piece.index].arguments += piece.arguments
+                said.arguments.append([])
+            said.arguments[piece.index].append(piece.arguments)
     if output.logprobs:
         shown.logprobs.extend(output_records(output.ids, output.logprobs, token_bytes))
 
