@@ -30,7 +30,7 @@ def fail_epoch(s: State, now: int, loss: Loss = Loss.CRASH) -> None:
     """epoch += 1 with nothing in flight and an empty pool. A request that cost the group its life alone ends, as `_FAULT_OF_LOSS` says."""
     present = _present(s) if s.in_flight and loss is not Loss.ORDERED else {}
     s.epoch += 1
-    s.step = s.applied_step = s.prefilled_in = 0
+    s.step = s.applied_step = s.prefilled_in = s.began = 0
     s.in_flight.clear()
     s.totals.num_recoveries += 1
     s.estimates = Estimates()  # the first steps of new workers may be many times slower, and others do not tell of them

@@ -22,7 +22,7 @@ class Wait:
 
 
 def explain(s: State, gathers: bool, now: int) -> dict[int, Wait]:
-    """By key, every open request. gathers: an idle engine holds its first batch back. Costs a sort of the queue."""
+    """By key, every open request. gathers: the next plan is held back for more to come. Costs a sort of the queue."""
     positions = {id(seq): at for at, seq in enumerate(s.queue.waiting())}
     return {key: _explain(s, request, positions, gathers, now) for key, request in s.requests.items()}
 
