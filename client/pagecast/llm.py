@@ -3,15 +3,14 @@
 import asyncio
 import math
 import os
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from numbers import Integral
-from queue import Empty, SimpleQueue
 from typing import Any, Self, Unpack, cast
 
 import grpc
@@ -166,11 +165,9 @@ class LLM(_Embedded):
         calls = _Calls(self._stubs, timeout, output_of)
         try:
             for number, spec in specs:
-                if calls.num_open >= self._window:
-                    calls.read_one()
+                calls.wait(self._window - 1)
                 calls.ask(number, spec)
-            while calls.num_open:
-                calls.read_one()
+            calls.wait(0)
             return calls.outputs
         finally:
             calls.cancel()
@@ -189,20 +186,20 @@ class LLM(_Embedded):
 
 
 class _Calls:
-    """The calls of one `generate`. outputs: of the answers read so far, by number."""
+    """The calls of one `generate`. outputs: of the answers that have come, by number.
+
+    gRPC's threads make an output of each answer, and wake the caller for what it waits for alone: of a list whose answers come at once,
+    each would take it two changes of threads more."""
 
     def __init__(self, stubs: Sequence[Any], timeout: float | None, output_of: Callable[[int, types.Generation], RequestOutput]) -> None:
         self._stubs, self._timeout, self._output_of = stubs, timeout, output_of
         self._asked: dict[int, tuple[generation_pb2.GenerateRequest, Asking]] = {}  # those without an answer
         self._open: dict[int, Any] = {}
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
-        self._ended: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._changed = threading.Condition()  # guards what follows, and the entries of those that have an answer
+        self._failed: deque[tuple[int, Exception]] = deque()
+        self._awaited = 0
         self.outputs: dict[int, RequestOutput] = {}
-
-    @property
-    def num_open(self) -> int:
-        """Calls without an answer."""
-        return len(self._asked)
 
     def ask(self, number: int, spec: generation_pb2.GenerationSpec) -> None:
         """One more."""
@@ -213,33 +210,49 @@ class _Calls:
         request, asking = self._asked[number]
         stub = self._stubs[(number + asking.num_losses) % len(self._stubs)]  # another front end, if there is one
         call = self._open[number] = stub.Generate.future(request, timeout=asking.begin())
-        call.add_done_callback(lambda call: self._ended.put((number, call)))
+        call.add_done_callback(lambda call: self._end(number, call))
 
-    def read_one(self) -> None:
-        """Waits for one more answer. Raises the RpcError of a call that is not to be asked again."""
-        while True:
-            number, call = self._next()
-            try:
-                self.outputs[number] = self._output_of(number, answers.generation(call.result()))
-                del self._asked[number], self._open[number]
-                return
-            except grpc.RpcError as failed:
-                error = from_rpc(failed)
-            heappush(self._again, (time.monotonic() + self._asked[number][1].wait_after(error), number))
+    def _end(self, number: int, call: Any) -> None:
+        """A call has ended, says one of gRPC's threads."""
+        try:
+            output = self._output_of(number, answers.generation(call.result()))
+        except Exception as error:
+            with self._changed:
+                self._failed.append((number, error))
+                self._changed.notify()
+            return
+        with self._changed:
+            self.outputs[number] = output
+            del self._asked[number], self._open[number]
+            if len(self._asked) <= self._awaited:
+                self._changed.notify()
 
-    def _next(self) -> tuple[int, Any]:
-        """The next call to end. Meanwhile those are begun again whose time has come."""
+    def wait(self, num_open: int) -> None:
+        """Until at most so many calls are without an answer. Raises the RpcError of one that is not to be asked again."""
+        with self._changed:
+            self._awaited = num_open
         while True:
             wait = self._again[0][0] - time.monotonic() if self._again else None
             if wait is not None and wait <= 0:
                 self._begin(heappop(self._again)[1])
                 continue
-            with suppress(Empty):
-                return self._ended.get(timeout=wait)
+            with self._changed:
+                self._changed.wait_for(lambda: self._failed or len(self._asked) <= num_open, wait)
+                if self._failed:
+                    number, failure = self._failed.popleft()
+                elif len(self._asked) <= num_open:
+                    return
+                else:
+                    continue  # one is to be asked again
+            if not isinstance(failure, grpc.RpcError):
+                raise failure
+            heappush(self._again, (time.monotonic() + self._asked[number][1].wait_after(from_rpc(failure)), number))
 
     def cancel(self) -> None:
         """End what is open."""
-        for call in self._open.values():
+        with self._changed:
+            calls = list(self._open.values())
+        for call in calls:
             call.cancel()
 
 

@@ -1,5 +1,6 @@
 """How LLM keeps its calls: no more than a window of them open, answers read as they come, and an error told at once."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,6 +97,28 @@ def test_answers_in_any_order_come_back_in_that_of_the_prompts(run: Callable[[St
     stub = Stub(on_call)
     assert run(stub, 10) == list(range(10))
     assert stub.most_open == 3
+
+
+def test_answers_come_from_threads_of_their_own(run: Callable[[Stub, int], list[object]]) -> None:
+    def on_call(calls: list[Call]) -> None:
+        number = len(calls) - 1
+        threading.Timer(0.001 * (number % 7), calls[number].end, (number,)).start()
+
+    stub = Stub(on_call)
+    assert run(stub, 60) == list(range(60)) and stub.most_open <= 3
+
+
+def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Callable[[Stub, int], list[object]], monkeypatch: Any) -> None:
+    """Outputs are made in gRPC's threads, where an error would be nobody's."""
+
+    def broken(answer: object) -> object:
+        raise ValueError(f"cannot read {answer}")
+
+    monkeypatch.setattr(answers, "generation", broken)
+    stub = Stub(lambda calls: calls[0].end(0) if len(calls) == 3 else None)
+    with pytest.raises(ValueError, match="cannot read 0"):
+        run(stub, 9)
+    assert all(call.cancelled for call in stub.calls[1:])
 
 
 class Lost(Refused):
