@@ -180,8 +180,11 @@ def rope_and_write_kv(
     return q if out_q is None else out_q.copy_(q)
 
 
-def _decode_indices(table: Tensor, rows: Tensor, seq_lens: Tensor, num_kv_heads: int, block_size: int, window: int) -> tuple[Tensor, ...]:
-    """Block-and-head numbers of the batch's pages, in the order (sequence, head, page), and a mask [B, 1, 1, S] to add to scores."""
+def _decode_indices(
+    table: Tensor, rows: Tensor, seq_lens: Tensor, num_kv_heads: int, block_size: int, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Block-and-head numbers of the batch's pages, in the order (sequence, head, page), a mask [B, 1, 1, S] to add to scores, which places
+    [B, 1, 1] are padding, and which of them are to be left as they are, if any."""
     pages = max(-(-int(seq_lens.max()) // block_size), 1)
     lens = seq_lens.long().unsqueeze(1)
     used = torch.arange(pages) * block_size < lens
@@ -193,7 +196,8 @@ def _decode_indices(table: Tensor, rows: Tensor, seq_lens: Tensor, num_kv_heads:
         seen &= token >= lens - window
     bias = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
     bias.masked_fill_(lens <= 0, 0.0)  # a padding row must not divide zero by zero; its result is thrown away below
-    return index.flatten(), bias[:, None, None, :], lens.view(-1, 1, 1) <= 0
+    left = lens.view(-1, 1, 1) < 0
+    return index.flatten(), bias[:, None, None, :], lens.view(-1, 1, 1) <= 0, left if bool(left.any()) else None
 
 
 def paged_decode(
@@ -212,14 +216,14 @@ def paged_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """See reference.paged_decode; padding of any kind gives zeros. Slots of used blocks must be finite, also beyond a row's length."""
+    """See reference.paged_decode. Slots of used blocks must be finite, also beyond a row's length."""
     batch, num_heads, dim = q.shape
     num_kv_heads, size = k_cache.shape[1:3]
     key = (block_table, rows, seq_lens, num_kv_heads, size, window)
     found = _decode_step.get(*key)
     if found is None:
         found = _decode_step.put(_decode_indices(block_table, rows, seq_lens, num_kv_heads, size, window), *key)
-    index, bias, empty = found
+    index, bias, empty, left = found
     length = bias.shape[-1]
     pages = (storage(c).view(-1, size * dim).index_select(0, index).view(c.dtype) for c in (k_cache, v_cache))
     k, v = (c.view(batch, num_kv_heads, length, dim) for c in pages)
@@ -234,7 +238,9 @@ def paged_decode(
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         attended = torch.matmul(scores.add_(bias).softmax(-1).to(v.dtype), v)
     attended = attended.reshape(batch, num_heads, dim).masked_fill_(empty, 0.0)
-    return attended if out is None else out.copy_(attended)
+    if out is None:
+        return attended
+    return out.copy_(attended if left is None else torch.where(left, out, attended))
 
 
 def _scores(scaled: Tensor, rows: Tensor, ids: Tensor, seeds: Tensor, sequence: Tensor, positions: Tensor) -> Tensor:
