@@ -49,7 +49,7 @@ def test_cache_writes_and_decode(dtype, options):
     found = cpu_ops.paged_decode(found, *caches, table, picked, lens, 0.25, **options)
     query = reference.rope_and_write_kv(*arguments, *others, heads, kv_heads, dim, norm, norm)
     close(found, reference.paged_decode(query, *others, table, picked, lens, 0.25, **options))
-    lens[1] = -1  # a place that is another's
+    lens = torch.tensor([17, -1, 32], dtype=torch.int32)  # the second place is another's
     taken = cpu_ops.paged_decode(query, *caches, table, picked, lens, 0.25, out=torch.full_like(query, 7.0), **options)
     close(taken[::2], found[::2])
     assert (taken[1] == 7.0).all()
