@@ -73,13 +73,14 @@ def _largest_of_four(x, WIDE: tl.constexpr):
 
 @triton.jit
 def ordered(score):
-    """A float32 as an int32 of the same order; and back."""
+    """A float32 as an int32 of the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 @triton.jit
 def _score_of(key):
+    """The float32 that `ordered` made of this."""
     return (key ^ (key >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
