@@ -228,7 +228,8 @@ class _Calls:
                 self._changed.notify()
 
     def wait(self, num_open: int) -> None:
-        """Until at most so many calls are without an answer. Raises the RpcError of one that is not to be asked again."""
+        """Until at most so many calls are without an answer. Raises the RpcError of one that is not to be asked again, or what an answer
+        could not be read for."""
         with self._changed:
             self._awaited = num_open
         while True:

@@ -328,8 +328,9 @@ class Draws:
 
 
 def draws(batch: int, vocab: int, device: torch.device | str) -> Draws:
-    """Many rows by programs of one warp, which wait for nobody, about 32 of them to a processor; few by up to four of eight warps. On an
-    H200, 256 rows of 128,256: 55 us so, 71 to 104 by larger programs; 64 rows 24 to 27 and 26 to 38; 16 rows 12, 1 row 6 and 10."""
+    """Many rows by programs of one warp, which wait for nobody, about 32 of them to a processor; few by programs of eight warps, about four
+    to a processor. On an H200, rows of 128,256: 256 of them 55 us so, 60 to 114 by larger programs; 64 rows 27, and 26 to 38; 16 rows 12
+    either way; 1 row 6, and 10 by single warps."""
     if batch >= 32:
         wanted = min(32 * processors(device) / batch, vocab / 512, MAX_SLICES)
         return Draws(1 << max(round(math.log2(max(wanted, 1))), 0), 256, 1, True)
