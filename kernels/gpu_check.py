@@ -183,6 +183,12 @@ def check_few_rows() -> Iterator[tuple[str, float]]:
             few_rows_hopper.launch(x, weight, out, few_rows.FewRows(turn), add)
             name = f"few_rows {rows} x {columns} x {depth} turn {turn}{' add' * add}"
             yield name, paged_case.relative_error(out, want + residual.double() if add else want)
+        scratch, loud = few_rows.scratch(torch.device("cuda")), 3.0 * x
+        for turn, eps in itertools.product((0, few_rows.TURN), (None, 1e-5)):
+            out = torch.full((rows, columns // 2), float("nan"), dtype=torch.bfloat16, device="cuda")
+            few_rows_hopper.launch_gated(loud, weight, out, few_rows.FewRows(turn), scratch, eps)
+            name = f"few_rows {rows} x {columns} x {depth} turn {turn} gated{' scaled' * (eps is not None)}"
+            yield name, paged_case.relative_error(out, reference.linear_silu_mul(loud.double(), weight.double(), eps))
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------------------

@@ -109,9 +109,6 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
 
     linear = products.linear
 
-    def linear_silu_mul(x: Tensor, weight: Tensor) -> Tensor:
-        return triton_ops.silu_mul(linear(x, weight))
-
     def linear_gelu_mul(x: Tensor, weight: Tensor) -> Tensor:
         return triton_ops.gelu_mul(linear(x, weight))
 
@@ -124,7 +121,7 @@ def cuda_operators(config: WorkerConfig, model: Decoder, device: torch.device) -
     ops = SimpleNamespace(
         **{name: getattr(triton_ops, name) for name in names},
         **{name: partial(getattr(triton_ops, name), workspace=workspace) for name, workspace in scratch.items()},
-        linear=linear, linear_add=products.linear_add, linear_silu_mul=linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
+        linear=linear, linear_add=products.linear_add, linear_silu_mul=products.linear_silu_mul, linear_gelu_mul=linear_gelu_mul,
         one_row=one_row.suits(model), **one_row_ops,
     )
     if config.batch_invariant:

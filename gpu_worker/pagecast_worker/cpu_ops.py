@@ -80,8 +80,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
     return rms_norm(residual.add_(x), weight, eps, out)
 
 
-def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+def linear_silu_mul(x: Tensor, weight: Tensor, eps: float | None = None, out: Tensor | None = None) -> Tensor:
     """See reference.linear_silu_mul."""
+    if eps is not None:
+        return silu_mul(F.linear(x, weight), out, residual=x, eps=eps)
     gate, up = F.linear(x, weight).chunk(2, -1)
     return torch.mul(F.silu(gate), up, out=out)
 

@@ -1,11 +1,13 @@
 """How a product of up to 128 rows is shared out among programs: what `few_rows_hopper` launches, without the kernel itself.
 
 Which launch a product takes, if any, is measured (`tune_products`) and kept in the table (`product_table`). Tiles are whole and 256 weight
-rows wide: narrower ones, and ones cut in depth, lose to cuBLASLt (benchmarks/NOTES.md).
+rows wide: narrower ones, and ones cut in depth, lose to cuBLASLt (benchmarks/NOTES.md). Gated, half of a tile's rows are up rows.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagecast_kernels import configs
@@ -39,6 +41,18 @@ class FewRows:
         """Raises ValueError."""
         if not 0 <= self.turn <= MOST_TURN:
             raise ValueError(f"turn must be 0 to {MOST_TURN}, got {self.turn}")
+
+
+class Scratch(NamedTuple):
+    """What programs tell each other of rows' factors. factors: float32[MOST_ROWS]; counters: int32[2], zeros between launches."""
+
+    factors: Tensor
+    counters: Tensor
+
+
+def scratch(device: torch.device) -> Scratch:
+    """For launches that follow one another."""
+    return Scratch(torch.zeros(MOST_ROWS, device=device), torch.zeros(2, dtype=torch.int32, device=device))
 
 
 def tiles(columns: int) -> int:

@@ -1,6 +1,9 @@
 """Which algorithm of cuBLASLt or launch of `few_rows` a product takes, as measured by `pagecast bench kernels --tune` and kept in tables/
 in this package.
 
+Gate and up products with SiLU·mul have entries of their own: launches of `few_rows` that do both, where that is faster than the product's
+own choice and a launch of silu_mul.
+
 A table belongs to one kind of GPU and one version of the library; elsewhere torch's own choice stays. Between two measured numbers of
 rows the larger one's algorithm is taken; below half of the smallest and above the largest, torch's choice stays too.
 """
@@ -25,6 +28,8 @@ Choice = Algorithm | FewRows | None
 """An algorithm of the library's, a launch of our own, or torch's choice where that was as fast."""
 Run = Callable[[Tensor, Tensor, Tensor], object]
 """A product: input, weight, output."""
+Gated = Callable[[Tensor, Tensor, Tensor, float | None], object]
+"""The same with SiLU·mul, and epsilon where rows are to be multiplied by RMSNorm's factor."""
 Entries = Mapping[tuple[str, int, int], Mapping[int, Choice]]
 """For (dtype, columns, depth) what was found, by measured numbers of rows."""
 
@@ -37,11 +42,14 @@ def path(device_name: str) -> Path:
 class ProductTable:
     """Choices by shape and rows, and the products made of them so far."""
 
-    def __init__(self, lib: Library | None, entries: Entries) -> None:
-        """lib: None where its algorithms are not to be run."""
+    def __init__(self, lib: Library | None, entries: Entries, gated: Entries | None = None, device: torch.device | None = None) -> None:
+        """lib: None where its algorithms are not to be run. gated: entries of gate and up products with SiLU·mul, which need a device."""
         self._lib = lib
         self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
+        self._gated = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in (gated or {}).items()}
+        self._scratch = few_rows.scratch(device) if device is not None else None
         self._made: dict[tuple[bool, int, int, int, torch.dtype], Run | None] = {}
+        self._made_gated: dict[tuple[bool, int, int, int, torch.dtype], Gated | None] = {}
 
     def measured(self, columns: int, depth: int, dtype: torch.dtype) -> Mapping[int, Choice]:
         """What was found for weights of this shape, by rows."""
@@ -49,9 +57,12 @@ class ProductTable:
 
     def choice(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> Choice:
         """The one to take, if it can be run; None where torch's choice stays."""
-        measured, by_rows = self._entries.get((str(dtype), columns, depth), ([], {}))
-        place = bisect.bisect_left(measured, rows)
-        return by_rows[measured[place]] if place < len(measured) and rows >= measured[0] // 2 else None
+        return _chosen(self._entries.get((str(dtype), columns, depth)), rows)
+
+    def gated(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> FewRows | None:
+        """The launch that takes a gate and up product with SiLU·mul, of a weight with so many columns; None where that takes two."""
+        choice = _chosen(self._gated.get((str(dtype), columns, depth)), rows)
+        return choice if isinstance(choice, FewRows) else None
 
     def linear(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor | None:
         """x[T, K] · weight[N, K]ᵀ, all contiguous; None where there is nothing better than torch's choice."""
@@ -74,8 +85,30 @@ class ProductTable:
             return None
         return residual
 
+    def linear_silu_mul(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor | None:
+        """silu_mul(x[T, K] · weight[2 I, K]ᵀ), all contiguous, in one launch; None where that is not the fastest. eps: see Gated."""
+        key = (eps is not None, x.shape[0], *weight.shape, x.dtype)
+        if key not in self._made_gated:
+            self._made_gated[key] = self._make_gated(*key[1:], weight)
+        product = self._made_gated[key]
+        if product is None or not x.is_contiguous():
+            return None
+        out = x.new_empty((x.shape[0], weight.shape[0] // 2))
+        product(x, weight, out, eps)
+        return out
+
+    def _make_gated(self, rows: int, columns: int, depth: int, dtype: torch.dtype, weight: Tensor) -> Gated | None:
+        choice = self.gated(rows, columns, depth, dtype)
+        if choice is None or self._scratch is None or not few_rows.fits(rows) or not few_rows.suits(weight):
+            return None
+        return gated_run(choice, self._scratch)
+
     def launch_ours(self) -> None:
         """Every launch of our own for the weights that there were products with so far, by however many rows, on tensors without memory."""
+        for scaled, columns, depth, dtype in dict.fromkeys((key[0], *key[2:]) for key in self._made_gated):
+            x, weight = (torch.empty((n, depth), dtype=dtype, device="meta") for n in (few_rows.MOST_ROWS, columns))
+            for rows in {*self._gated.get((str(dtype), columns, depth), ([], {}))[0], few_rows.ROWS, few_rows.MOST_ROWS}:
+                self.linear_silu_mul(x[:rows], weight, 1.0 if scaled else None)
         for add, columns, depth, dtype in dict.fromkeys((key[0], *key[2:]) for key in self._made):
             x, weight, out = (
                 torch.empty(shape, dtype=dtype, device="meta")
@@ -109,6 +142,20 @@ def few_rows_run(config: FewRows, add: bool = False) -> Run:
     return functools.partial(few_rows_hopper.launch, config=config, add=add)
 
 
+def gated_run(config: FewRows, scratch: few_rows.Scratch) -> Gated:
+    """A gate and up product with SiLU·mul by a launch of our own."""
+    from pagecast_kernels import few_rows_hopper
+
+    return lambda x, weight, out, eps: few_rows_hopper.launch_gated(x, weight, out, config, scratch, eps)
+
+
+def _chosen(entry: tuple[list[int], dict[int, Choice]] | None, rows: int) -> Choice:
+    """Of the next larger measured number of rows; None past the largest and below half of the smallest."""
+    measured, by_rows = entry or ([], {})
+    place = bisect.bisect_left(measured, rows)
+    return by_rows[measured[place]] if place < len(measured) and rows >= measured[0] // 2 else None
+
+
 def load(device: torch.device, library: Library | None = None) -> ProductTable | None:
     """The table of this device and library; None where there is none, or no cuBLASLt to ask."""
     file = path(torch.cuda.get_device_name(device))
@@ -121,13 +168,16 @@ def load(device: torch.device, library: Library | None = None) -> ProductTable |
         return None
     if lib.version != kept["library"]:
         return None
-    return ProductTable(lib, parsed(kept["products"]))
+    return ProductTable(lib, parsed(kept["products"]), parsed(kept.get("gated", {})), device)
 
 
 def few_rows_only(device_name: str) -> ProductTable | None:
     """What of the table for a GPU of this name needs no library, to see its launches where the GPU is not; None where there is no table."""
     file = path(device_name)
-    return ProductTable(None, parsed(json.loads(file.read_text())["products"])) if file.exists() else None
+    if not file.exists():
+        return None
+    kept = json.loads(file.read_text())
+    return ProductTable(None, parsed(kept["products"]), parsed(kept.get("gated", {})), torch.device("meta"))
 
 
 def parsed(products: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, int, int], dict[int, Choice]]:
@@ -156,17 +206,23 @@ def stored(choice: Choice) -> Any:
     return [f"{word:x}" for word in choice] if choice else None
 
 
-def write(file: Path, device_name: str, version: int, products: Mapping[str, Any], note: Mapping[str, Any]) -> None:
+def write(
+    file: Path, device_name: str, version: int, products: Mapping[str, Any], note: Mapping[str, Any], gated: Mapping[str, Any] | None = None
+) -> None:
     """Put measured products into a table, over those of the same shape and rows there; a table of another library version is replaced.
 
     note: who measured what and when, as benchmarks/results files say it.
     """
     kept = json.loads(file.read_text()) if file.exists() else {}
-    old = kept["products"] if kept.get("library") == version else {}
+    old = kept if kept.get("library") == version else {}
     file.parent.mkdir(exist_ok=True)
-    merged = {**old, **{shape: dict(sorted({**old.get(shape, {}), **by_rows}.items(), key=_rows)) for shape, by_rows in products.items()}}
-    table = {"device": device_name, "library": version, "measured": dict(note), "products": merged}
+    merged = {"products": _merged(old.get("products", {}), products), "gated": _merged(old.get("gated", {}), gated or {})}
+    table = {"device": device_name, "library": version, "measured": dict(note), **merged}
     file.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return {**old, **{shape: dict(sorted({**old.get(shape, {}), **by_rows}.items(), key=_rows)) for shape, by_rows in new.items()}}
 
 
 def _rows(entry: tuple[str, Any]) -> int:

@@ -92,9 +92,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_silu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu_mul(linear(x[M, K], weight[2I, K])), rounded once. Returns [M, I]."""
-    return silu_mul(F.linear(x, weight), out)
+def linear_silu_mul(x: Tensor, weight: Tensor, eps: float | None = None, out: Tensor | None = None) -> Tensor:
+    """silu_mul(linear(x[M, K], weight[2I, K])), rounded once. Returns [M, I]. eps: of a residual stream x, whose rows are multiplied by
+    RMSNorm's factor, 1 / sqrt(mean(x²) + eps); see silu_mul."""
+    gate_up = F.linear(x, weight)
+    return silu_mul(gate_up, out) if eps is None else silu_mul(gate_up, out, residual=x, eps=eps)
 
 
 def linear_gelu_mul(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

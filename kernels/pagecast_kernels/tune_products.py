@@ -227,9 +227,9 @@ def products_json(found: Mapping[Shape, Mapping[int, Found]]) -> dict[str, dict[
     }
 
 
-def write_table(version: int, found: dict[str, Any], note: dict[str, Any]) -> str:
-    """Into the table of torch's current device; gives its path."""
+def write_table(version: int, found: dict[str, Any], note: dict[str, Any], gated: dict[str, Any] | None = None) -> str:
+    """Into the table of torch's current device; gives its path. gated: see tune_gated."""
     name = torch.cuda.get_device_name()
     file = product_table.path(name)
-    product_table.write(file, name, version, found, note)
+    product_table.write(file, name, version, found, note, gated)
     return str(file)

@@ -251,6 +251,59 @@ def test_launches_of_our_own_are_kept_in_the_table(blas: Blas, tmp_path: Path, m
     assert ran == [(ours, False)] and not blas.ran
 
 
+def test_gate_and_up_take_one_launch_where_the_table_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with a factor and without; elsewhere the product is left to the table, and SiLU·mul to a launch of its own."""
+    hopper(monkeypatch)
+    ran: list[tuple[FewRows, int, float | None]] = []
+
+    def launched(config: FewRows, scratch: few_rows.Scratch) -> product_table.Gated:
+        assert scratch.factors.shape == (few_rows.MOST_ROWS,) and not scratch.counters.any()
+
+        def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float | None) -> None:
+            ran.append((config, len(x), eps))
+            out.copy_(reference.linear_silu_mul(x.float(), weight.float(), eps))
+
+        return run
+
+    monkeypatch.setattr(product_table, "gated_run", launched)
+    entries: product_table.Entries = {("torch.bfloat16", 64, 128): {32: FewRows(), 64: None, 128: FewRows(11), 160: FewRows()}}
+    table = product_table.ProductTable(None, {}, entries, DEVICE)
+    weight = torch.randn(64, 128).bfloat16() / 8
+    for rows, config in ((15, None), (17, FewRows()), (33, None), (65, FewRows(11)), (129, None), (161, None)):
+        x = 3 * torch.randn(rows, 128).bfloat16()
+        for eps in (None, 1e-5):
+            got = table.linear_silu_mul(x, weight, eps)
+            assert ran == ([] if config is None else [(config, rows, eps)])
+            if got is not None:
+                torch.testing.assert_close(got, reference.linear_silu_mul(x, weight, eps), rtol=2e-2, atol=2e-2)
+            ran.clear()
+    assert table.linear_silu_mul(torch.ones(128, 20).bfloat16().t().contiguous().t()[:20], weight[:, :20]) is None
+    assert table.linear_silu_mul(torch.ones(128, 32).bfloat16().t(), weight) is None, "not contiguous"
+    assert product_table.ProductTable(None, {}, entries).linear_silu_mul(torch.ones(32, 128).bfloat16(), weight) is None, "no scratch"
+    monkeypatch.setattr(products, "_table", table)
+    for rows in (2, 20, 40):
+        x = 3 * torch.randn(rows, 128).bfloat16()
+        for eps in (None, 1e-5):
+            got = products.linear_silu_mul(x, weight, eps)
+            torch.testing.assert_close(got, reference.linear_silu_mul(x, weight, eps), rtol=2e-2, atol=2e-2)
+    assert [rows for _, rows, _ in ran] == [20, 20]
+
+
+def test_gated_launches_are_kept_beside_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_table, "FOLDER", tmp_path)
+    file, gated = product_table.path("NVIDIA Test"), {"bfloat16 64 128": {"32": product_table.stored(FewRows(11)), "64": None}}
+    product_table.write(file, "NVIDIA Test", VERSION, {"bfloat16 32 64": {"8": product_table.stored(FAST)}}, {})
+    product_table.write(file, "NVIDIA Test", VERSION, {}, {}, gated)
+    product_table.write(file, "NVIDIA Test", VERSION, {}, {}, {"bfloat16 64 128": {"16": None}})
+    kept = json.loads(file.read_text())
+    assert kept["gated"] == {"bfloat16 64 128": {"16": None, "32": {"few_rows": {"turn": 11}}, "64": None}} and kept["products"]
+    alone = product_table.few_rows_only("NVIDIA Test")
+    assert alone is not None and alone.gated(30, 64, 128, torch.bfloat16) == FewRows(11)
+    assert alone.gated(16, 64, 128, torch.bfloat16) is None and alone.gated(32, 64, 128, torch.float16) is None
+    product_table.write(file, "NVIDIA Test", VERSION + 1, {}, {})
+    assert not json.loads(file.read_text())["gated"], "of another version of the library"
+
+
 @pytest.mark.parametrize("kept", [{"few_rows": {"turn": -1}}, {"few_rows": {"width": 2}}, {"few_rows": 11}, {"rows": {}}])
 def test_a_table_with_a_launch_that_is_none_is_refused(kept: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="bfloat16 32 64, 40 rows"):

@@ -10,7 +10,7 @@ import torch
 
 from pagecast.bench import model_shapes, results
 from pagecast.cli import bench_kernels
-from pagecast_kernels import bench_cases, cublaslt, product_table, products, tune_in_step, tune_products
+from pagecast_kernels import bench_cases, cublaslt, product_table, products, tune_gated, tune_in_step, tune_products
 from pagecast_kernels.few_rows import FewRows
 from pagecast_kernels.tune_in_step import Choice
 from pagecast_kernels.tune_products import Found
@@ -211,17 +211,24 @@ def test_the_command_tunes_a_model_together_where_asked(monkeypatch: pytest.Monk
     monkeypatch.setattr(tune_in_step, "tune", lambda lib, layer, found, kv_bytes: asked.append((layer, found, kv_bytes)) or together)
     monkeypatch.setattr(results, "write", lambda folder, name, metrics, rest: asked.append(metrics))
     monkeypatch.setattr(results, "provenance", lambda now: {})
-    monkeypatch.setattr(tune_products, "write_table", lambda version, found, note: asked.append((version, found)))
+    monkeypatch.setattr(tune_products, "write_table", lambda version, found, note, gated=None: asked.append((version, found, gated)))
+    gated = {(14336, 4096): {64: tune_gated.FoundGated(FewRows(), 8.0, 10.0, 0)}}
+    monkeypatch.setattr(tune_gated, "tune", lambda shapes, rows: asked.append((list(shapes), rows)) or gated)
     args = argparse.Namespace(
-        tune=["llama8b"], tune_rows=[64], exhaustive=False, in_step=False, tensor_parallel_size=2, results=""
+        tune=["llama8b"], tune_rows=[64], exhaustive=False, in_step=False, gated=False, tensor_parallel_size=2, results=""
     )  # fmt: skip
-    alone_ratio = {"kernels.tune.24x64.M64.ratio": 11.0 / 9.0}
-    assert bench_kernels.tune(args) == 0 and asked == [alone_ratio, (3, tune_products.products_json(alone))]
+    ratios = {"kernels.tune.24x64.M64.ratio": 11.0 / 9.0, "kernels.tune.gated.14336x4096.M64.ratio": 1.25}
+    written = [(3, tune_products.products_json(alone), None), ([(14336, 4096)], [64])]
+    assert bench_kernels.tune(args) == 0 and asked == [*written, ratios, (3, {}, tune_gated.gated_json(gated))]
     asked.clear()
     args.in_step = True
     assert bench_kernels.tune(args) == 0
     assert asked[0] == ([(3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168)], alone, 2048)
-    assert asked[1] == alone_ratio | {"kernels.tune.llama8b.M64.ratio": 10.0 / 9.0}
+    assert asked[3] == ratios | {"kernels.tune.llama8b.M64.ratio": 10.0 / 9.0}
+    asked.clear()
+    args.gated = True
+    monkeypatch.setattr(tune_products, "tune", lambda shapes, rows, **rest: (SimpleNamespace(version=3), {}) if not shapes else None)
+    assert bench_kernels.tune(args) == 0 and asked[0] == (3, {}, None) and asked[2] == {"kernels.tune.gated.14336x4096.M64.ratio": 1.25}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -106,7 +106,7 @@ noted = note_launches(90, 132)
 launch_all(json.loads(sys.argv[2]))
 ours = [each for each in noted if each.args[0].__name__ == "_few_rows"]
 names = [parameter.name for parameter in ours[0].args[0].params]
-fields = [names.index(name) for name in ("PARTS", "ADD")]
+fields = [names.index(name) for name in ("PARTS", "ADD", "GATED", "HIDDEN")]
 print(json.dumps(sorted([int(each.args[1:][field]) for field in fields] for each in ours)))
 """
 
@@ -120,7 +120,8 @@ def test_products_that_the_table_gives_to_our_own_kernel_are_compiled_ahead(tmp_
         f"bfloat16 {hidden} {inner}": {"64": {"few_rows": {}}, "128": None},
         "bfloat16 4096 4096": {"128": {"few_rows": {}}},
     }
-    (tmp_path / "products_test_gpu.json").write_text(json.dumps({"library": 1, "products": products}))
+    gated = {f"bfloat16 {2 * inner} {hidden}": {"16": {"few_rows": {}}, "128": {"few_rows": {}}}}
+    (tmp_path / "products_test_gpu.json").write_text(json.dumps({"library": 1, "products": products, "gated": gated}))
     request = {
         "shape": dataclasses.asdict(shape) | {"num_layers": 1}, "dtype": "bfloat16", "max_blocks": 16, "block_size": 16, "max_num_seqs": 4,
         "max_num_batched_tokens": 64, "ranks": 1, "quantization": None, "scheme": None, "kv_cache_dtype": "auto", "batch_invariant": False,
@@ -131,7 +132,8 @@ def test_products_that_the_table_gives_to_our_own_kernel_are_compiled_ahead(tmp_
     command = [sys.executable, "-c", PRODUCTS_AHEAD, str(tmp_path), json.dumps(request)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == [[1, 0], [1, 1], [2, 0]]
+    plain, gated = [[1, 0, 0, 0], [1, 1, 0, 0], [2, 0, 0, 0]], [[1, 0, 1, hidden], [2, 0, 1, hidden]]
+    assert json.loads(ended.stdout) == sorted(plain + gated)
 
 
 def test_every_kernel_of_latents_and_experts_is_compiled_ahead(tmp_path):

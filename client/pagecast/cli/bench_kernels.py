@@ -37,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --tune: of what is fastest alone take what is fastest together, in decode steps on a hot chip; some 15 s more for each "
         "number of up to 256 rows",
     )  # fmt: skip
+    parser.add_argument(
+        "--gated", action="store_true",
+        help="with --tune: only find out which gate and up products take one launch with SiLU·mul, beside the table's products",
+    )  # fmt: skip
     parser.add_argument("--tensor-parallel-size", type=COUNT, default=1, metavar="N", help="tune for one rank of N (default: %(default)s)")
 
 
@@ -103,7 +107,7 @@ def kv_bytes_of(config: dict[str, Any], ranks: int = 1) -> int:
 def tune(args: argparse.Namespace) -> int:
     """Measure every product of the named models and write the table of this GPU."""
     from pagecast.bench import model_shapes, results
-    from pagecast_kernels import cublaslt, tune_in_step, tune_products
+    from pagecast_kernels import cublaslt, tune_gated, tune_in_step, tune_products
 
     unknown = [name for name in args.tune if name not in model_shapes.SHAPES]
     if unknown:
@@ -111,19 +115,22 @@ def tune(args: argparse.Namespace) -> int:
         return 2
     products = [products_of(model_shapes.SHAPES[name], args.tensor_parallel_size) for name in args.tune]
     rows = args.tune_rows or [*tune_products.DECODE_ROWS, *tune_products.MIXED_ROWS]
-    shapes = list(dict.fromkeys(shape for model in products for shape in model))
+    shapes = [] if args.gated else list(dict.fromkeys(shape for model in products for shape in model))
     try:
         lib, found = tune_products.tune(shapes, rows, only_decode=[model[-1] for model in products], exhaustive=args.exhaustive)
         metrics = tune_products.metrics(found)
-        for name, model in zip(args.tune, products) if args.in_step else ():
+        for name, model in zip(args.tune, products) if args.in_step and not args.gated else ():
             kv_bytes = kv_bytes_of(model_shapes.SHAPES[name], args.tensor_parallel_size)
             for count, together in tune_in_step.tune(lib, model[:-1], found, kv_bytes).items():
                 metrics[f"kernels.tune.{name}.M{count}.ratio"] = together.before_us / together.us
+        note = results.provenance(datetime.now(UTC))
+        tune_products.write_table(lib.version, tune_products.products_json(found), note)  # which the gated ones are compared with
+        gated = tune_gated.tune(dict.fromkeys(model[2] for model in products), rows)
     except (OSError, cublaslt.BlasError) as error:
         print(f"pagecast bench kernels: {error}", file=sys.stderr)
         return 1
-    print(results.write(args.results, "tune", metrics, {}))
-    print(tune_products.write_table(lib.version, tune_products.products_json(found), results.provenance(datetime.now(UTC))))
+    print(results.write(args.results, "tune", metrics | tune_gated.metrics(gated), {}))
+    print(tune_products.write_table(lib.version, {}, note, tune_gated.gated_json(gated)))
     return 0
 
 
@@ -131,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     from pagecast.bench import results
     from pagecast_kernels import bench_cases
 
-    how = {"--exhaustive": args.exhaustive, "--in-step": args.in_step, "--tune-rows": args.tune_rows}
+    how = {"--exhaustive": args.exhaustive, "--in-step": args.in_step, "--gated": args.gated, "--tune-rows": args.tune_rows}
     if not args.tune and (given := [name for name, value in how.items() if value]):
         print(f"pagecast bench kernels: {given[0]}: says how to tune, which --tune asks for", file=sys.stderr)
         return 2

@@ -126,9 +126,9 @@ class CpuQuantized:
         x, plain = self._ready(x, weight)
         return self._plain.linear(x, plain, bias, out)  # type: ignore[no-any-return]
 
-    def linear_silu_mul(self, x: Tensor, weight: Weight) -> Tensor:
+    def linear_silu_mul(self, x: Tensor, weight: Weight, eps: float | None = None) -> Tensor:
         """See reference.linear_silu_mul."""
-        return self._plain.linear_silu_mul(*self._ready(x, weight))  # type: ignore[no-any-return]
+        return self._plain.linear_silu_mul(*self._ready(x, weight), eps)  # type: ignore[no-any-return]
 
     def linear_gelu_mul(self, x: Tensor, weight: Weight) -> Tensor:
         """See reference.linear_gelu_mul."""
@@ -192,13 +192,13 @@ class GpuQuantized:
             first += part.rows
         return out
 
-    def linear_silu_mul(self, x: Tensor | Rows, weight: Weight) -> Tensor:
-        """See reference.linear_silu_mul."""
+    def linear_silu_mul(self, x: Tensor | Rows, weight: Weight, eps: float | None = None) -> Tensor:
+        """See reference.linear_silu_mul; norms are folded into plain weights alone."""
         if isinstance(weight, Packed) and weight.weight.paired:
             assert isinstance(x, Tensor)
             return self._packed(x, weight, None, gated=True)
         if isinstance(weight, Tensor):
-            return self._plain.linear_silu_mul(x, weight)  # type: ignore[no-any-return]
+            return self._plain.linear_silu_mul(x, weight, eps)  # type: ignore[no-any-return]
         return self._plain.silu_mul(self.linear(x, weight))  # type: ignore[no-any-return]
 
     def linear_gelu_mul(self, x: Tensor | Rows, weight: Weight) -> Tensor:

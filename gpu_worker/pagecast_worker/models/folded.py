@@ -63,6 +63,6 @@ def forward(model: "Decoder", ops: Any, step: StepInputs, caches: list[tuple[Ten
         if step.wanted is not None and layer is model.layers[-1]:
             attended, residual = attended.index_select(0, step.wanted), residual.index_select(0, step.wanted)
         ops.linear_add(attended, attention.output.weight, residual)
-        gate_up = ops.linear(residual, feed_forward.gate_up.weight)
-        ops.linear_add(ops.silu_mul(gate_up, residual=residual, eps=eps), feed_forward.down.weight, residual)
+        activated = ops.linear_silu_mul(residual, feed_forward.gate_up.weight, eps)
+        ops.linear_add(activated, feed_forward.down.weight, residual)
     return ops.rms_norm(residual, model.norm, eps)  # type: ignore[no-any-return]
