@@ -58,24 +58,3 @@ def test_the_product_by_any_launch(columns: int, depth: int) -> None:
                     off = (out.double() - want - (residual.double() if add else 0.0)).norm()
                     assert off <= 4e-3 * want.norm(), (rows, turn, add)
                 assert torch.equal(*results), (rows, turn, add)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available() or not configs.is_hopper("cuda"), reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("columns", "depth"), [(28672, 4096), (40960, 576), (960, 576), (336, 192), (16, 64)])
-def test_the_product_with_silu_mul_by_any_launch(columns: int, depth: int) -> None:
-    """Of rows that are normed and of those that are not, one launch after the other on one scratch."""
-    from pagecast_kernels import few_rows_hopper
-
-    scratch = few_rows.scratch(torch.device("cuda"))
-    for rows in (2, 17, 64, 65, 128):
-        x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((rows, depth), (columns, depth)))
-        x *= torch.rand((rows, 1), device="cuda") * 5 + 0.5
-        weight *= depth**-0.5
-        for turn in (0, 1, few_rows.TURN):
-            for eps in (None, 1e-5):
-                want, results = reference.linear_silu_mul(x.double(), weight.double(), eps), []
-                for _ in range(2):
-                    out = torch.full((rows, columns // 2), torch.nan, dtype=x.dtype, device="cuda")
-                    results.append(few_rows_hopper.launch_gated(x, weight, out, FewRows(turn), scratch, eps))
-                    assert (out.double() - want).norm() <= 4e-3 * want.norm(), (rows, turn, eps)
-                assert torch.equal(*results) and not scratch.counters.any(), (rows, turn, eps)
