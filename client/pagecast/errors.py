@@ -160,6 +160,19 @@ def from_rpc(call: FailedCall) -> RpcError:
     return kind(code, message, **(_details(packed) if packed else {}))
 
 
+def from_status(packed: bytes) -> RpcError:
+    """The typed error for a serialized google.rpc.Status, as a request of a call of many ends with; InternalError for what is none."""
+    from google.protobuf.message import DecodeError
+    from google.rpc import code_pb2, status_pb2
+
+    try:
+        status = status_pb2.Status.FromString(packed)
+        code = code_pb2.Code.Name(status.code)
+    except (DecodeError, ValueError):
+        return InternalError("UNKNOWN", "the server's status cannot be read")
+    return _BY_CODE.get(code, InternalError)(code, status.message, **_details(packed))
+
+
 def _plainly(said: re.Match[str]) -> str:
     """What gRPC says of a failed connection, without what matters to gRPC alone."""
     return f"{NO_CONNECTION}{unquote(said['address'])}: {said['why']}"

@@ -18,13 +18,14 @@ import grpc
 from pagecast import answers, models, requests, types
 from pagecast.async_client import AsyncClient, AsyncStream
 from pagecast.channel import channel_options
-from pagecast.errors import PagecastError, RpcError, from_rpc
+from pagecast.errors import DeadlineExceeded, PagecastError, RpcError, from_status
+from pagecast.many import ManyCall
 from pagecast.resuming import Asking
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc
 
-_CALLS_PER_CONNECTION = 900
-"""A front end takes 1,000 calls on one connection; more would wait in the client without a word."""
+_LATE_S = 0.5
+"""After a request's deadline, of which the server says so by itself as long as it can."""
 
 _PRIVATE = {"max_queued_requests": 1_000_000, "max_queued_tokens": (1 << 31) - 1, "log_level": "warning"}
 """A program's own queue is bounded by the program, and nobody reads a line for each of its calls."""
@@ -122,9 +123,7 @@ class LLM(_Embedded):
         self._window = max(64, 2 * max_num_seqs)
         # A subchannel pool of its own makes each channel a connection.
         arguments = channel_options([("grpc.use_local_subchannel_pool", 1)])
-        targets = self._cluster.targets
-        count = max(len(targets), -(-self._window // _CALLS_PER_CONNECTION))
-        self._channels = [grpc.insecure_channel(targets[number % len(targets)], arguments) for number in range(count)]
+        self._channels = [grpc.insecure_channel(target, arguments) for target in self._cluster.targets]
         self._stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
 
     def generate(
@@ -160,9 +159,9 @@ class LLM(_Embedded):
         self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None,
         output_of: Callable[[int, types.Generation], RequestOutput],
     ) -> dict[int, RequestOutput]:
-        """Keep a window of calls open, so that the batch is always full and the queue never long. Answers are read as they come, and
+        """Keep a window of requests open, so that the batch is always full and the queue never long. Answers are read as they come, and
         outputs made of them, so that little is left to do after the last one. By the numbers that come with the specs."""
-        calls = _Calls(self._stubs, timeout, output_of)
+        calls = _Requests(self._stubs, timeout, output_of)
         try:
             for number, spec in specs:
                 calls.wait(self._window - 1)
@@ -185,76 +184,101 @@ class LLM(_Embedded):
         self.close()
 
 
-class _Calls:
-    """The calls of one `generate`. outputs: of the answers that have come, by number.
+class _Requests:
+    """The requests of one `generate`, over a call of many to each front end. outputs: of the answers that have come, by number.
 
-    gRPC's threads make an output of each answer, and wake the caller for what it waits for alone: of a list whose answers come at once,
-    each would take it two changes of threads more."""
+    Threads that read the calls make an output of each answer, and wake the caller for what it waits for alone: of a list whose answers
+    come at once, each would take it two changes of threads more."""
 
     def __init__(self, stubs: Sequence[Any], timeout: float | None, output_of: Callable[[int, types.Generation], RequestOutput]) -> None:
         self._stubs, self._timeout, self._output_of = stubs, timeout, output_of
-        self._asked: dict[int, tuple[generation_pb2.GenerateRequest, Asking]] = {}  # those without an answer
-        self._open: dict[int, Any] = {}
+        self._calls: list[ManyCall | None] = [None] * len(stubs)
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
-        self._changed = threading.Condition()  # guards what follows, and the entries of those that have an answer
+        self._changed = threading.Condition()  # guards what follows
+        self._asked: dict[int, tuple[generation_pb2.GenerationSpec, Asking]] = {}  # those without an answer, the earliest first
         self._failed: deque[tuple[int, Exception]] = deque()
         self._awaited = 0
         self.outputs: dict[int, RequestOutput] = {}
 
     def ask(self, number: int, spec: generation_pb2.GenerationSpec) -> None:
         """One more."""
-        self._asked[number] = generation_pb2.GenerateRequest(spec=spec), Asking.of(self._timeout)
+        with self._changed:
+            self._asked[number] = spec, Asking.of(self._timeout)
         self._begin(number)
 
     def _begin(self, number: int) -> None:
-        request, asking = self._asked[number]
-        stub = self._stubs[(number + asking.num_losses) % len(self._stubs)]  # another front end, if there is one
-        call = self._open[number] = stub.Generate.future(request, timeout=asking.begin())
-        call.add_done_callback(lambda call: self._end(number, call))
+        spec, asking = self._asked[number]
+        left = asking.begin()
+        request = generation_pb2.TaggedRequest(tag=number, spec=spec)
+        if left is not None:
+            request.timeout.FromNanoseconds(max(1, round(left * 1e9)))
+        place = (number + asking.num_losses) % len(self._stubs)  # another front end, if there is one
+        call = self._calls[place]
+        if call is None or not call.send(request):
+            call = self._calls[place] = ManyCall(self._stubs[place], self._take, self._lose)
+            call.send(request)
 
-    def _end(self, number: int, call: Any) -> None:
-        """A call has ended, says one of gRPC's threads."""
-        try:
-            output = self._output_of(number, answers.generation(call.result()))
-        except Exception as error:
+    def _take(self, results: Sequence[generation_pb2.TaggedResult]) -> None:
+        """Results have come, says a thread of a call's."""
+        for result in results:
+            number, output = result.tag, None
+            error: Exception | None = None
+            try:
+                if result.HasField("response"):
+                    output = self._output_of(number, answers.generation(result.response))
+                else:
+                    error = from_status(result.status)
+            except Exception as unreadable:
+                error = unreadable
             with self._changed:
-                self._failed.append((number, error))
-                self._changed.notify()
-            return
+                if error is not None:
+                    self._failed.append((number, error))
+                elif output is not None and self._asked.pop(number, None) is not None:
+                    self.outputs[number] = output
+                if error is not None or len(self._asked) <= self._awaited:
+                    self._changed.notify()
+
+    def _lose(self, numbers: list[int], error: RpcError) -> None:
+        """A call has ended without results of these."""
         with self._changed:
-            self.outputs[number] = output
-            del self._asked[number], self._open[number]
-            if len(self._asked) <= self._awaited:
-                self._changed.notify()
+            self._failed.extend((number, error) for number in numbers)
+            self._changed.notify()
 
     def wait(self, num_open: int) -> None:
-        """Until at most so many calls are without an answer. Raises the RpcError of one that is not to be asked again, or what an answer
+        """Until at most so many requests are without an answer. Raises the RpcError of one that is not to be asked again, or what an answer
         could not be read for."""
         with self._changed:
             self._awaited = num_open
         while True:
-            wait = self._again[0][0] - time.monotonic() if self._again else None
-            if wait is not None and wait <= 0:
+            now = time.monotonic()
+            if self._again and self._again[0][0] <= now:
                 self._begin(heappop(self._again)[1])
                 continue
             with self._changed:
+                ends = [self._again[0][0]] if self._again else []
+                if self._timeout is not None and self._asked:
+                    deadline = next(iter(self._asked.values()))[1].deadline
+                    assert deadline is not None
+                    if deadline + _LATE_S < now and not self._failed:
+                        raise DeadlineExceeded("DEADLINE_EXCEEDED", "the request's timeout ran out")
+                    ends.append(deadline + _LATE_S)
+                wait = max(0.0, min(ends) - now) if ends else None
                 self._changed.wait_for(lambda: self._failed or len(self._asked) <= num_open, wait)
                 if self._failed:
                     number, failure = self._failed.popleft()
                 elif len(self._asked) <= num_open:
                     return
                 else:
-                    continue  # one is to be asked again
-            if not isinstance(failure, grpc.RpcError):
+                    continue  # one is to be asked again, or late
+            if not isinstance(failure, RpcError):
                 raise failure
-            heappush(self._again, (time.monotonic() + self._asked[number][1].wait_after(from_rpc(failure)), number))
+            heappush(self._again, (time.monotonic() + self._asked[number][1].wait_after(failure), number))
 
     def cancel(self) -> None:
         """End what is open."""
-        with self._changed:
-            calls = list(self._open.values())
-        for call in calls:
-            call.cancel()
+        for call in self._calls:
+            if call is not None:
+                call.close()
 
 
 class AsyncLLM(_Embedded):

@@ -50,6 +50,11 @@ class GenerationServiceStub(object):
                 request_serializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamRequest.SerializeToString,
                 response_deserializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/pagecast.v1.GenerationService/GenerateMany',
+                request_serializer=pagecast_dot_v1_dot_generation__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=pagecast_dot_v1_dot_generation__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.CancelGeneration = channel.unary_unary(
                 '/pagecast.v1.GenerationService/CancelGeneration',
                 request_serializer=pagecast_dot_v1_dot_generation__pb2.CancelGenerationRequest.SerializeToString,
@@ -84,6 +89,15 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Many requests in one call, for lists of prompts: each is answered as by Generate, when it ends, those that end together in one message.
+        One that fails has a status for a result, and the others go on. The call ends once the caller has ended its side and every request has
+        its result; what ends the call itself, or cancels it, ends them all. At most 512 are open at a time; more are read as these end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelGeneration(self, request, context):
         """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id.
         """
@@ -108,6 +122,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.ResumeStream,
                     request_deserializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamRequest.FromString,
                     response_serializer=pagecast_dot_v1_dot_generation__pb2.ResumeStreamResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=pagecast_dot_v1_dot_generation__pb2.GenerateManyRequest.FromString,
+                    response_serializer=pagecast_dot_v1_dot_generation__pb2.GenerateManyResponse.SerializeToString,
             ),
             'CancelGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelGeneration,
@@ -197,6 +216,33 @@ class GenerationService(object):
             '/pagecast.v1.GenerationService/ResumeStream',
             pagecast_dot_v1_dot_generation__pb2.ResumeStreamRequest.SerializeToString,
             pagecast_dot_v1_dot_generation__pb2.ResumeStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagecast.v1.GenerationService/GenerateMany',
+            pagecast_dot_v1_dot_generation__pb2.GenerateManyRequest.SerializeToString,
+            pagecast_dot_v1_dot_generation__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,6 +43,11 @@ class GenerationServiceStub:
     """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
     only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateManyRequest, _generation_pb2.GenerateManyResponse]
+    """Many requests in one call, for lists of prompts: each is answered as by Generate, when it ends, those that end together in one message.
+    One that fails has a status for a result, and the others go on. The call ends once the caller has ended its side and every request has
+    its result; what ends the call itself, or cancels it, ends them all. At most 512 are open at a time; more are read as these end.
+    """
     CancelGeneration: _grpc.UnaryUnaryMultiCallable[_generation_pb2.CancelGenerationRequest, _generation_pb2.CancelGenerationResponse]
     """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id."""
 
@@ -60,6 +65,11 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     ResumeStream: _aio.UnaryStreamMultiCallable[_generation_pb2.ResumeStreamRequest, _generation_pb2.ResumeStreamResponse]  # type: ignore[assignment]
     """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
     only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateManyRequest, _generation_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Many requests in one call, for lists of prompts: each is answered as by Generate, when it ends, those that end together in one message.
+    One that fails has a status for a result, and the others go on. The call ends once the caller has ended its side and every request has
+    its result; what ends the call itself, or cancels it, ends them all. At most 512 are open at a time; more are read as these end.
     """
     CancelGeneration: _aio.UnaryUnaryMultiCallable[_generation_pb2.CancelGenerationRequest, _generation_pb2.CancelGenerationResponse]  # type: ignore[assignment]
     """Ends a request of the same principal by its id, for callers behind proxies that hide disconnects. NOT_FOUND for an unknown id."""
@@ -93,6 +103,17 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.ResumeStreamResponse], _abc.AsyncIterator[_generation_pb2.ResumeStreamResponse]]:
         """Reads a stream that this or another front end began, from a token offset: what is kept of it, then what comes. The same principal
         only. NOT_FOUND once it is no longer kept. Begins with accepted, as every stream does.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateManyResponse], _abc.AsyncIterator[_generation_pb2.GenerateManyResponse]]:
+        """Many requests in one call, for lists of prompts: each is answered as by Generate, when it ends, those that end together in one message.
+        One that fails has a status for a result, and the others go on. The call ends once the caller has ended its side and every request has
+        its result; what ends the call itself, or cancels it, ends them all. At most 512 are open at a time; more are read as these end.
         """
 
     @_abc_1.abstractmethod

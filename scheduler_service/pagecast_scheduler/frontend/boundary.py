@@ -6,6 +6,7 @@ opaque id that also stands in the log.
 """
 
 import asyncio
+import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -70,23 +71,28 @@ def _gone() -> asyncio.CancelledError:
     return asyncio.CancelledError("the caller is gone")
 
 
-async def _guarded(method: str, work: Awaitable[Any], context: Any) -> Any:
-    """What `work` gives, unless it raises: then the call ends with a status, or with the caller's own cancel."""
+async def settled(method: str, work: Awaitable[Any]) -> Any:
+    """What `work` gives, or the Refusal that says why it gives nothing. Raises for the caller's own cancel, and once the call has ended."""
     try:
         return await work
     except Refusal as refusal:
-        answer = refusal
+        return refusal
     except grpc.aio.AbortError:
         raise
     except asyncio.CancelledError:
         if _is_being_cancelled():
             raise
-        answer = _bug(method)
+        return _bug(method)
     except grpc.aio.InternalError:
         raise _gone() from None
     except Exception:
-        answer = _bug(method)
-    return await end_with(context, answer)
+        return _bug(method)
+
+
+async def _guarded(method: str, work: Awaitable[Any], context: Any) -> Any:
+    """What `work` gives, unless it raises: then the call ends with a status, or with the caller's own cancel."""
+    answer = await settled(method, work)
+    return await end_with(context, answer) if isinstance(answer, Refusal) else answer
 
 
 def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,16 +105,21 @@ def _unary(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bidirectional(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    """For handlers that are async generators over a request stream (reflection)."""
+    """For handlers over a request stream: async generators (reflection), or such as write through the context."""
 
-    async def requests(stream: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for request in stream:
+    async def requests(stream: AsyncIterator[list[Any]]) -> AsyncIterator[Any]:
+        async for held in stream:
+            request = held.pop()
             if isinstance(request, Refusal):
                 raise request
             yield request
+            del request  # which may be megabytes, and the next one may be long in coming
 
-    async def work(stream: AsyncIterator[Any], context: Any) -> None:
-        async for response in behaviour(requests(stream), context):
+    async def work(stream: AsyncIterator[Any], context: Any) -> Any:
+        answering = behaviour(requests(stream), context)
+        if inspect.isawaitable(answering):
+            return await answering
+        async for response in answering:
             await context.write(response)
 
     return lambda stream, context: _guarded(method, work(stream, context), context)
@@ -120,7 +131,8 @@ def wrap(method: str, handler: Any, max_bytes: int, around: Around) -> Any:
     decode = _safe(handler.request_deserializer, max_bytes)
     if handler.request_streaming:
         behaviour = around(method, _bidirectional(method, handler.stream_stream))
-        return grpc.stream_stream_rpc_method_handler(behaviour, decode, handler.response_serializer)
+        # In a list that it is taken out of: gRPC keeps what it has read until it has read the next.
+        return grpc.stream_stream_rpc_method_handler(behaviour, lambda data: [decode(data)], handler.response_serializer)
     if handler.response_streaming:
         behaviour = around(method, _unary(method, handler.unary_stream))
         return grpc.unary_stream_rpc_method_handler(behaviour, decode, handler.response_serializer)

@@ -19,6 +19,7 @@ from pagecast_scheduler.frontend.delivery import DEFAULT_DELIVERY, Delivery, che
 from pagecast_scheduler.frontend.errors import Reason, Refusal, adapter_unknown, field_violation
 from pagecast_scheduler.frontend.events import EventWriter, WholeAnswer, server_timing
 from pagecast_scheduler.frontend.limits import Limits
+from pagecast_scheduler.frontend.many_requests import ManyRequests, Turn
 from pagecast_scheduler.frontend.namespace import derive
 from pagecast_scheduler.frontend.prepared_request import PreparedRequest, output_sequences
 from pagecast_scheduler.frontend.principals import Principal
@@ -58,8 +59,14 @@ def checked_request_id(text: str, max_length: int) -> str:
     return text
 
 
+def time_left(context: Any) -> float | None:
+    """Seconds until a call's deadline, None for one without. gRPC reckons by the wall clock, so a call is asked once, as it begins."""
+    left: float | None = context.time_remaining()
+    return left
+
+
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Generate and GenerateStream; ResumeStream and CancelGeneration of what these began."""
+    """Generate, GenerateMany and GenerateStream; ResumeStream and CancelGeneration of what these began."""
 
     def __init__(self, state: ServiceState) -> None:
         self._state = state
@@ -68,7 +75,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: Any, context: Any) -> pb.GenerateResponse:
         """The whole result in one answer."""
-        prepared = await self._prepare(request.spec, context, False)
+        return await self._whole(request.spec, time_left(context), context)
+
+    async def GenerateMany(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        """Whole results of requests as they end, in messages of those that are ready together."""
+        if self._state.is_draining:
+            raise Refusal(Reason.DRAINING)
+        await ManyRequests(self._whole, time_left(context), context, self._state.config.slow_consumer_timeout_s).answer(request)
+
+    async def _whole(self, spec: Any, time_left_s: float | None, context: Any, turn: Turn | None = None) -> pb.GenerateResponse:
+        """context: None where headers are not this request's to send. turn: waits until the answer may be finished; absent: at once."""
+        prepared = await self._prepare(spec, time_left_s, False)
         check_answer_size(prepared.spec, prepared.num_prompt_tokens, self._state.limits())
         stream = self._open(prepared, False, DEFAULT_DELIVERY)
         answer = WholeAnswer(stream, self._state.prompts.tokenizer.piece_bytes)
@@ -81,6 +98,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if stream.failure is not None:
                 stream.failure.metadata = {**stream.failure.metadata, **stream.usage_so_far()}
                 raise stream.failure
+            if turn is not None:
+                await turn()
             return answer.finished()
         except asyncio.CancelledError:
             if stream.failure is None:
@@ -92,7 +111,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Events as they come; errors end the call and tell how far it got."""
         delivery = check_delivery(request.delivery, self._state.limits(), self._state.config.max_detach_grace_s)
-        prepared = await self._prepare(request.spec, context, True)
+        prepared = await self._prepare(request.spec, time_left(context), True)
         await self._answer(self._open(prepared, True, delivery), pb.GenerateStreamResponse, context)
 
     async def ResumeStream(self, request: Any, context: Any) -> None:  # type: ignore[override]
@@ -163,7 +182,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await stream.wait()
         if stream.failure is not None:
             raise stream.failure
-        await context.send_initial_metadata((("x-request-id", stream.request.request_id),))
+        if context is not None:
+            await context.send_initial_metadata((("x-request-id", stream.request.request_id),))
 
     def _open(self, prepared: PreparedRequest, is_streaming: bool, delivery: Delivery) -> RequestStream:
         """Submits. From here to the handler's `finally` there is no await, so an opened stream is always finished."""
@@ -190,7 +210,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             is_done=stream.is_done, elapsed_ms=round(1000 * elapsed_s),
         )  # fmt: skip
 
-    async def _prepare(self, spec: Any, context: Any, keep: bool) -> PreparedRequest:
+    async def _prepare(self, spec: Any, time_left_s: float | None, keep: bool) -> PreparedRequest:
         """Checks and tokenizes. keep: others may read the request too, and for a while after its end. Raises Refusal."""
         state = self._state
         if state.is_draining:
@@ -199,9 +219,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if spec.adapter:
             raise adapter_unknown(spec.adapter)
         limits = state.limits()
-        remaining = context.time_remaining()
         ceiling = state.config.max_request_s
-        deadline = time.monotonic() + (ceiling if remaining is None else min(remaining, ceiling))
+        deadline = time.monotonic() + (ceiling if time_left_s is None else min(time_left_s, ceiling))
         checked = check_spec(spec, state.prompts.tokenizer.defaults, secrets.randbits(64), limits)
         call = call_context.current()
         allow_model(call.principal, state.model_name)

@@ -1,0 +1,86 @@
+"""Lists of requests over few calls: what a list of prompts goes out on, and its results come back on. Knows no list by itself; see llm.
+
+Each front end has one GenerateMany call at a time. A thread of gRPC's takes what is to go out, another one here reads what comes back.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from pagecast.errors import RpcError, Unavailable, from_rpc
+from pagecast.v1 import generation_pb2 as pb
+
+MOST_TOGETHER = 32
+"""Requests of a message. The server begins with the first one when it has read them all."""
+MOST_BYTES = 1 << 20
+"""Of requests in a message, but for one that is larger by itself."""
+
+OnResults = Callable[[Sequence[pb.TaggedResult]], None]
+OnEnd = Callable[[list[int], RpcError], None]
+
+
+class ManyCall:
+    """One call. on_results: told of results, by a thread of this call's, one message after the other. on_end: told which requests the call
+    has left without one, and why; not told where there are none."""
+
+    def __init__(self, stub: Any, on_results: OnResults, on_end: OnEnd) -> None:
+        self._on_results, self._on_end = on_results, on_end
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[pb.TaggedRequest] = deque()
+        self._open: set[int] = set()
+        self._is_closed = False
+        self.has_ended = False
+        self._call = stub.GenerateMany(self._messages())
+        threading.Thread(target=self._read, name="pagecast results", daemon=True).start()
+
+    def send(self, request: pb.TaggedRequest) -> bool:
+        """One more request. False, and nothing done, if the call has ended."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._open.add(request.tag)
+            self._waiting.append(request)
+            self._changed.notify()
+        return True
+
+    def close(self) -> None:
+        """No more requests; those under way are cancelled."""
+        with self._changed:
+            self._is_closed = True
+            is_idle = not self._open
+            self._open.clear()
+            self._changed.notify()
+        if not is_idle:
+            self._call.cancel()
+
+    def _messages(self) -> Iterator[pb.GenerateManyRequest]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                taken, size = [self._waiting.popleft()], 0
+                size = taken[0].ByteSize()
+                while self._waiting and len(taken) < MOST_TOGETHER and (size := size + self._waiting[0].ByteSize()) <= MOST_BYTES:
+                    taken.append(self._waiting.popleft())
+            yield pb.GenerateManyRequest(requests=taken)
+
+    def _read(self) -> None:
+        error: RpcError = Unavailable("UNAVAILABLE", "the server has ended the call before all requests had their results")
+        try:
+            for message in self._call:
+                with self._changed:
+                    self._open.difference_update([result.tag for result in message.results])
+                self._on_results(message.results)
+        except grpc.RpcError as failure:
+            error = from_rpc(failure)
+        with self._changed:
+            self._is_closed = True
+            left = sorted(self._open)
+            self._open.clear()
+            self._changed.notify()
+        if left:
+            self._on_end(left, error)
