@@ -1,173 +1,243 @@
-"""How LLM keeps its calls: no more than a window of them open, answers read as they come, and an error told at once."""
+"""How LLM keeps its requests: no more than a window of them open, answers read as they come, an error told at once, and what a front end
+takes with it asked for again."""
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from pagecast import answers, errors, resuming
+from pagecast import answers, errors, llm, many, resuming
 from pagecast.llm import LLM, RequestOutput
 from pagecast.sampling import SamplingParams
-from pagecast.v1 import generation_pb2
+from pagecast.v1 import generation_pb2 as pb
 
 
-class Refused(grpc.RpcError):
-    """What a call that fails raises."""
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.INVALID_ARGUMENT
-
-    def details(self) -> str:
-        return "prompt is too long"
-
-    def trailing_metadata(self) -> tuple[()]:
-        return ()
-
-
-class Call:
-    """A call under way. Whoever asks for its result before it has ended fails."""
-
-    def __init__(self) -> None:
-        self.outcome: object = None
-        self.cancelled = False
-        self._callbacks: list[Callable[[object], None]] = []
-
-    def end(self, outcome: object) -> None:
-        self.outcome = outcome
-        for callback in self._callbacks:
-            callback(self)
-
-    def add_done_callback(self, callback: Callable[[object], None]) -> None:
-        self._callbacks.append(callback)
-        if self.outcome is not None:
-            callback(self)
-
-    def result(self) -> object:
-        assert self.outcome is not None, "waited for a call that has not ended"
-        if isinstance(self.outcome, grpc.RpcError):
-            raise self.outcome
-        return self.outcome
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Stub:
-    """Answers calls as `on_call(calls so far)` says."""
-
-    def __init__(self, on_call: Callable[[list[Call]], None]) -> None:
-        self.calls: list[Call] = []
-        self.most_open = 0
-        self._on_call = on_call
-        self.Generate = self
-
-    def future(self, request: generation_pb2.GenerateRequest, timeout: float | None) -> Call:
-        self.calls.append(Call())
-        self.most_open = max(self.most_open, sum(call.outcome is None for call in self.calls))
-        self._on_call(self.calls)
-        return self.calls[-1]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Stub, int], list[object]]:
-    monkeypatch.setattr(answers, "generation", lambda answer: answer)
-    llm = LLM.__new__(LLM)
-    llm._window = 3
-
-    def run(stub: Stub, count: int) -> list[object]:
-        llm._stubs = [stub]
-        found = llm._run(((number, generation_pb2.GenerationSpec()) for number in range(count)), None, lambda number, answer: answer)
-        return [found[number] for number in range(count)]
-
-    return run
-
-
-def test_answers_in_any_order_come_back_in_that_of_the_prompts(run: Callable[[Stub, int], list[object]]) -> None:
-    """The second call of three ends first, and the very first one last of all."""
-
-    def on_call(calls: list[Call]) -> None:
-        if len(calls) == 10:
-            for number in (9, 8, 0):
-                calls[number].end(number)
-        elif len(calls) >= 3:
-            calls[len(calls) - 2].end(len(calls) - 2)
-
-    stub = Stub(on_call)
-    assert run(stub, 10) == list(range(10))
-    assert stub.most_open == 3
-
-
-def test_answers_come_from_threads_of_their_own(run: Callable[[Stub, int], list[object]]) -> None:
-    def on_call(calls: list[Call]) -> None:
-        number = len(calls) - 1
-        threading.Timer(0.001 * (number % 7), calls[number].end, (number,)).start()
-
-    stub = Stub(on_call)
-    assert run(stub, 60) == list(range(60)) and stub.most_open <= 3
-
-
-def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Callable[[Stub, int], list[object]], monkeypatch: Any) -> None:
-    """Outputs are made in gRPC's threads, where an error would be nobody's."""
-
-    def broken(answer: object) -> object:
-        raise ValueError(f"cannot read {answer}")
-
-    monkeypatch.setattr(answers, "generation", broken)
-    stub = Stub(lambda calls: calls[0].end(0) if len(calls) == 3 else None)
-    with pytest.raises(ValueError, match="cannot read 0"):
-        run(stub, 9)
-    assert all(call.cancelled for call in stub.calls[1:])
-
-
-class Lost(Refused):
+class Lost(grpc.RpcError):
     """What a call raises whose front end is gone."""
 
     def code(self) -> grpc.StatusCode:
         return grpc.StatusCode.UNAVAILABLE
 
+    def details(self) -> str:
+        return "Socket closed"
 
-def test_what_a_front_end_takes_with_it_is_asked_for_again(run: Callable[[Stub, int], list[object]]) -> None:
-    """The first three calls are lost at once; all that come after them are answered."""
-    last: list[int] = []
-
-    def on_call(calls: list[Call]) -> None:
-        number = len(calls) - 1
-        if number == 2:
-            for call in calls:
-                call.end(Lost())
-        elif number > 2:
-            calls[number].end(number)
-            last.append(number)
-
-    stub = Stub(on_call)
-    assert run(stub, 4) == [3, 4, 5, 6] and last == [3, 4, 5, 6] and stub.most_open == 3
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
 
 
-def test_a_call_that_nobody_ever_takes_fails_with_what_was_said(run: Callable[[Stub, int], list[object]], monkeypatch: Any) -> None:
+def refused() -> bytes:
+    """The status of a request that cannot be served."""
+    status = status_pb2.Status(code=code_pb2.INVALID_ARGUMENT, message="the prompt is too long")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="PROMPT_TOO_LONG", domain="pagecast"))
+    return status.SerializeToString()
+
+
+class Call:
+    """A call of many under way, read by a thread of its own as gRPC does."""
+
+    def __init__(self, stub: "Stub", messages: Iterator[pb.GenerateManyRequest]) -> None:
+        self.cancelled = False
+        self.sizes: list[int] = []
+        self._stub = stub
+        self._told: queue.SimpleQueue[pb.GenerateManyResponse | Exception | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, args=(messages,), daemon=True).start()
+
+    def _serve(self, messages: Iterator[pb.GenerateManyRequest]) -> None:
+        for message in messages:
+            self.sizes.append(len(message.requests))
+            for request in message.requests:
+                self._stub.begin(self, request)
+        self._told.put(None)
+
+    def tell(self, *results: pb.TaggedResult) -> None:
+        for result in results:
+            self._stub.open.discard(result.tag)
+        self._told.put(pb.GenerateManyResponse(results=results))
+
+    def lose(self) -> None:
+        self._stub.open.clear()
+        self._told.put(Lost())
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.lose()
+
+    def __iter__(self) -> Iterator[pb.GenerateManyResponse]:
+        while (told := self._told.get()) is not None:
+            if isinstance(told, Exception):
+                raise told
+            yield told
+
+
+class Stub:
+    """Answers requests as `on_request(their call, their tag)` says."""
+
+    def __init__(self, on_request: Callable[[Call, int], None]) -> None:
+        self.calls: list[Call] = []
+        self.asked: list[int] = []
+        self.timeouts: list[float] = []
+        self.open: set[int] = set()
+        self.most_open = 0
+        self._on_request = on_request
+
+    def GenerateMany(self, messages: Iterator[pb.GenerateManyRequest]) -> Call:
+        self.calls.append(Call(self, messages))
+        return self.calls[-1]
+
+    def begin(self, call: Call, request: pb.TaggedRequest) -> None:
+        self.open.add(request.tag)
+        self.most_open = max(self.most_open, len(self.open))
+        self.asked.append(request.tag)
+        self.timeouts.append(request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else 0.0)
+        self._on_request(call, request.tag)
+
+
+def answer(tag: int) -> pb.TaggedResult:
+    return pb.TaggedResult(tag=tag, response=pb.GenerateResponse(request_id=str(tag)))
+
+
+Run = Callable[..., list[object]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(answers, "generation", lambda message: int(message.request_id))
+    embedded = LLM.__new__(LLM)
+    embedded._window = 3
+
+    def run(stubs: Stub | list[Stub], count: int, timeout: float | None = None) -> list[object]:
+        embedded._stubs = stubs if isinstance(stubs, list) else [stubs]
+        specs = ((number, pb.GenerationSpec()) for number in range(count))
+        found = embedded._run(specs, timeout, lambda number, result: result)
+        return [found[number] for number in range(count)]
+
+    return run
+
+
+def test_answers_in_any_order_come_back_in_that_of_the_prompts(run: Run) -> None:
+    """The second of three ends first, and the very first one last of all; two of the last in one message."""
+
+    def on_request(call: Call, tag: int) -> None:
+        if tag == 9:
+            call.tell(answer(9), answer(8))
+            call.tell(answer(0))
+        elif tag >= 2:
+            call.tell(answer(tag - 1))
+
+    stub = Stub(on_request)
+    assert run(stub, 10) == list(range(10))
+    assert stub.most_open <= 3 and len(stub.calls) == 1 and not stub.calls[0].cancelled
+
+
+def test_answers_come_from_threads_of_their_own(run: Run) -> None:
+    stubs = [Stub(lambda call, tag: threading.Timer(0.001 * (tag % 7), call.tell, (answer(tag),)).start()) for _ in range(2)]
+    assert run(stubs, 60) == list(range(60)) and max(stub.most_open for stub in stubs) <= 3
+    assert [sorted(stub.asked) for stub in stubs] == [list(range(0, 60, 2)), list(range(1, 60, 2))]
+
+
+def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Run, monkeypatch: Any) -> None:
+    """Outputs are made in other threads, where an error would be nobody's."""
+
+    def broken(message: Any) -> object:
+        raise ValueError(f"cannot read {message.request_id}")
+
+    monkeypatch.setattr(answers, "generation", broken)
+    stub = Stub(lambda call, tag: call.tell(answer(0)) if tag == 2 else None)
+    with pytest.raises(ValueError, match="cannot read 0"):
+        run(stub, 9)
+    assert stub.calls[0].cancelled
+
+
+def test_what_a_front_end_takes_with_it_is_asked_for_again(run: Run) -> None:
+    """Three are lost at once, one with its answer told before; on another front end if there is one."""
+
+    def on_request(call: Call, tag: int) -> None:
+        if len(first.calls) == 1 and tag == 4:
+            call.tell(answer(0))
+            call.lose()
+        elif len(first.calls) > 1 or tag not in (0, 2):
+            call.tell(answer(tag))
+
+    first, second = Stub(on_request), Stub(lambda call, tag: call.tell(answer(tag)))
+    assert run([first, second], 8) == list(range(8))
+    assert sorted(first.asked + second.asked) == sorted([*range(8), 2, 4]) and {2, 4} <= set(second.asked)
+
+
+def test_a_call_that_ends_too_early_is_a_loss_too(run: Run) -> None:
+    """A server that ends it well, with requests open."""
+
+    def on_request(call: Call, tag: int) -> None:
+        if len(stub.calls) == 1:
+            call._told.put(None)
+        else:
+            call.tell(answer(tag))
+
+    stub = Stub(on_request)
+    assert run(stub, 2) == [0, 1] and len(stub.calls) == 2
+
+
+def test_a_call_that_nobody_ever_takes_fails_with_what_was_said(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setattr(resuming, "GIVE_UP_AFTER_S", 0.5)
-    stub = Stub(lambda calls: calls[-1].end(Lost()))
+    stub = Stub(lambda call, tag: call.lose())
     with pytest.raises(errors.Unavailable):
         run(stub, 1)
     assert 1 < len(stub.calls) < 10
 
 
-def test_an_error_is_told_while_earlier_calls_go_on(run: Callable[[Stub, int], list[object]]) -> None:
-    stub = Stub(lambda calls: calls[1].end(Refused()) if len(calls) == 2 else None)
-    with pytest.raises(errors.InvalidRequest, match="too long"):
+def test_an_error_is_told_while_earlier_requests_go_on(run: Run) -> None:
+    stub = Stub(lambda call, tag: call.tell(pb.TaggedResult(tag=1, status=refused())) if tag == 1 else None)
+    with pytest.raises(errors.InvalidRequest, match="too long") as caught:
         run(stub, 3)
-    assert stub.calls[0].outcome is None and all(call.cancelled for call in stub.calls)
+    assert caught.value.reason == "PROMPT_TOO_LONG" and stub.calls[0].cancelled
+
+
+def test_a_request_that_nobody_answers_ends_with_its_timeout(run: Run, monkeypatch: Any) -> None:
+    """The server is told of it, and says so by itself if it can; one that hangs cannot."""
+    monkeypatch.setattr(llm, "_LATE_S", 0.1)
+    stub, begun = Stub(lambda call, tag: None), time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded):
+        run(stub, 3, 0.3)
+    assert 0.4 <= time.monotonic() - begun < 30 and all(0.2 < timeout <= 0.3 for timeout in stub.timeouts) and stub.calls[0].cancelled
+
+
+def test_requests_that_wait_together_go_out_together_in_bounded_messages(monkeypatch: Any) -> None:
+    monkeypatch.setattr(many, "MOST_TOGETHER", 4)
+    monkeypatch.setattr(many, "MOST_BYTES", 1000)
+    began, go = threading.Event(), threading.Event()
+
+    def on_request(call: Call, tag: int) -> None:
+        began.set()
+        assert go.wait(60)
+
+    stub, results = Stub(on_request), queue.SimpleQueue[int]()
+    call = many.ManyCall(stub, lambda told: [results.put(each.tag) for each in told], lambda left, error: None)
+    sizes = [1] * 6 + [100, 2000, 100, 100]
+    for tag, size in enumerate(sizes):
+        spec = pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5] * size))
+        assert call.send(pb.TaggedRequest(tag=tag, spec=spec))
+        if tag == 0:
+            assert began.wait(60)
+    go.set()
+    while len(stub.asked) < len(sizes):
+        time.sleep(0.01)
+    assert stub.asked == list(range(10)) and stub.calls[0].sizes == [1, 4, 2, 1, 2]
+    call.close()
+    assert stub.calls[0].cancelled and not call.send(pb.TaggedRequest(tag=11))
 
 
 class Asked(LLM):
     """Answers every spec with its prompt, and keeps them in the order of asking."""
 
     def __init__(self) -> None:
-        self.specs: list[generation_pb2.GenerationSpec] = []
+        self.specs: list[pb.GenerationSpec] = []
 
     def _run(
-        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None, output_of: Callable[[int, Any], Any]
+        self, specs: Iterator[tuple[int, pb.GenerationSpec]], timeout: float | None, output_of: Callable[[int, Any], Any]
     ) -> dict[int, Any]:
         taken = list(specs)
         self.specs = [spec for _, spec in taken]
@@ -177,7 +247,7 @@ class Asked(LLM):
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> Asked:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(RequestOutput, "of", lambda prompt, answer: (prompt, answer))
     return Asked()
 
@@ -186,20 +256,20 @@ PROMPTS = ["a", "b", "c", "d", "e"]
 LENGTHS = [SamplingParams(max_tokens=count) for count in (5, 9, 7, 9)]
 
 
-def test_many_are_a_batch_asked_longest_first(llm: Asked) -> None:
+def test_many_are_a_batch_asked_longest_first(asked: Asked) -> None:
     """Of one without a limit nothing is known but that it may be the longest. Results are in the order of the prompts."""
-    results: Any = llm.generate(PROMPTS, [*LENGTHS, SamplingParams(max_tokens=None)])
-    assert [spec.prompt_text for spec in llm.specs] == ["e", "b", "d", "c", "a"]
-    assert {spec.scheduling.priority for spec in llm.specs} == {generation_pb2.PRIORITY_BATCH}
+    results: Any = asked.generate(PROMPTS, [*LENGTHS, SamplingParams(max_tokens=None)])
+    assert [spec.prompt_text for spec in asked.specs] == ["e", "b", "d", "c", "a"]
+    assert {spec.scheduling.priority for spec in asked.specs} == {pb.PRIORITY_BATCH}
     assert results == [(prompt, prompt) for prompt in PROMPTS]
 
 
-def test_a_class_that_is_named_stays_and_goes_by_the_order_given(llm: Asked) -> None:
-    llm.generate(PROMPTS[:4], LENGTHS, priority="normal")
-    assert [spec.prompt_text for spec in llm.specs] == PROMPTS[:4]
-    assert {spec.scheduling.priority for spec in llm.specs} == {generation_pb2.PRIORITY_NORMAL}
+def test_a_class_that_is_named_stays_and_goes_by_the_order_given(asked: Asked) -> None:
+    asked.generate(PROMPTS[:4], LENGTHS, priority="normal")
+    assert [spec.prompt_text for spec in asked.specs] == PROMPTS[:4]
+    assert {spec.scheduling.priority for spec in asked.specs} == {pb.PRIORITY_NORMAL}
 
 
-def test_one_prompt_is_no_batch(llm: Asked) -> None:
-    llm.generate("a")
-    assert llm.specs[0].scheduling.priority == generation_pb2.PRIORITY_UNSPECIFIED
+def test_one_prompt_is_no_batch(asked: Asked) -> None:
+    asked.generate("a")
+    assert asked.specs[0].scheduling.priority == pb.PRIORITY_UNSPECIFIED
