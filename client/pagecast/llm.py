@@ -204,19 +204,22 @@ class _Requests:
         """One more."""
         with self._changed:
             self._asked[number] = spec, Asking.of(self._timeout)
-        self._begin(number)
+        self._begin([number])
 
-    def _begin(self, number: int) -> None:
-        spec, asking = self._asked[number]
-        left = asking.begin()
-        request = generation_pb2.TaggedRequest(tag=number, spec=spec)
-        if left is not None:
-            request.timeout.FromNanoseconds(max(1, round(left * 1e9)))
-        place = (number + asking.num_losses) % len(self._stubs)  # another front end, if there is one
-        call = self._calls[place]
-        if call is None or not call.send(request):
-            call = self._calls[place] = ManyCall(self._stubs[place], self._take, self._lose)
-            call.send(request)
+    def _begin(self, numbers: Sequence[int]) -> None:
+        by_place: dict[int, list[generation_pb2.TaggedRequest]] = {}
+        for number in numbers:
+            spec, asking = self._asked[number]
+            left = asking.begin()
+            request = generation_pb2.TaggedRequest(tag=number, spec=spec)
+            if left is not None:
+                request.timeout.FromNanoseconds(max(1, round(left * 1e9)))
+            place = (number + asking.num_losses) % len(self._stubs)  # another front end, if there is one
+            by_place.setdefault(place, []).append(request)
+        for place, due in by_place.items():
+            call = self._calls[place]
+            if call is None or not call.send(due):
+                self._calls[place] = ManyCall(self._stubs[place], due, self._take, self._lose)
 
     def _take(self, results: Sequence[generation_pb2.TaggedResult]) -> None:
         """Results have come, says a thread of a call's."""
@@ -251,9 +254,10 @@ class _Requests:
             self._awaited = num_open
         while True:
             now = time.monotonic()
-            if self._again and self._again[0][0] <= now:
-                self._begin(heappop(self._again)[1])
-                continue
+            due = []
+            while self._again and self._again[0][0] <= now:
+                due.append(heappop(self._again)[1])
+            self._begin(due)
             with self._changed:
                 ends = [self._again[0][0]] if self._again else []
                 if self._timeout is not None and self._asked:

@@ -23,26 +23,26 @@ OnEnd = Callable[[list[int], RpcError], None]
 
 
 class ManyCall:
-    """One call. on_results: told of results, by a thread of this call's, one message after the other. on_end: told which requests the call
-    has left without one, and why; not told where there are none."""
+    """One call. on_results: told of results, by a thread of this call's, one message after the other. on_end: told which requests the
+    call has left without one, and why, if there are any."""
 
-    def __init__(self, stub: Any, on_results: OnResults, on_end: OnEnd) -> None:
+    def __init__(self, stub: Any, first: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd) -> None:
+        """first: requests to begin with, as a call may end before there is time to send it any."""
         self._on_results, self._on_end = on_results, on_end
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: deque[pb.TaggedRequest] = deque()
-        self._open: set[int] = set()
+        self._waiting: deque[pb.TaggedRequest] = deque(first)
+        self._open: set[int] = {request.tag for request in first}
         self._is_closed = False
-        self.has_ended = False
         self._call = stub.GenerateMany(self._messages())
         threading.Thread(target=self._read, name="pagecast results", daemon=True).start()
 
-    def send(self, request: pb.TaggedRequest) -> bool:
-        """One more request. False, and nothing done, if the call has ended."""
+    def send(self, requests: Sequence[pb.TaggedRequest]) -> bool:
+        """More requests. False, and nothing done, if the call has ended."""
         with self._changed:
             if self._is_closed:
                 return False
-            self._open.add(request.tag)
-            self._waiting.append(request)
+            self._open.update([request.tag for request in requests])
+            self._waiting.extend(requests)
             self._changed.notify()
         return True
 
@@ -62,7 +62,7 @@ class ManyCall:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                taken, size = [self._waiting.popleft()], 0
+                taken = [self._waiting.popleft()]
                 size = taken[0].ByteSize()
                 while self._waiting and len(taken) < MOST_TOGETHER and (size := size + self._waiting[0].ByteSize()) <= MOST_BYTES:
                     taken.append(self._waiting.popleft())

@@ -178,7 +178,7 @@ def test_a_call_that_ends_too_early_is_a_loss_too(run: Run) -> None:
             call.tell(answer(tag))
 
     stub = Stub(on_request)
-    assert run(stub, 2) == [0, 1] and len(stub.calls) == 2
+    assert run(stub, 2) == [0, 1] and len(stub.calls) >= 2
 
 
 def test_a_call_that_nobody_ever_takes_fails_with_what_was_said(run: Run, monkeypatch: Any) -> None:
@@ -215,19 +215,18 @@ def test_requests_that_wait_together_go_out_together_in_bounded_messages(monkeyp
         assert go.wait(60)
 
     stub, results = Stub(on_request), queue.SimpleQueue[int]()
-    call = many.ManyCall(stub, lambda told: [results.put(each.tag) for each in told], lambda left, error: None)
     sizes = [1] * 6 + [100, 2000, 100, 100]
-    for tag, size in enumerate(sizes):
-        spec = pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5] * size))
-        assert call.send(pb.TaggedRequest(tag=tag, spec=spec))
-        if tag == 0:
-            assert began.wait(60)
+    first, *others = (
+        pb.TaggedRequest(tag=tag, spec=pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5] * size))) for tag, size in enumerate(sizes)
+    )
+    call = many.ManyCall(stub, [first], lambda told: [results.put(each.tag) for each in told], lambda left, error: None)
+    assert began.wait(60) and call.send(others[:4]) and call.send(others[4:])
     go.set()
     while len(stub.asked) < len(sizes):
         time.sleep(0.01)
     assert stub.asked == list(range(10)) and stub.calls[0].sizes == [1, 4, 2, 1, 2]
     call.close()
-    assert stub.calls[0].cancelled and not call.send(pb.TaggedRequest(tag=11))
+    assert stub.calls[0].cancelled and not call.send([pb.TaggedRequest(tag=11)])
 
 
 class Asked(LLM):
