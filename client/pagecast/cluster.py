@@ -216,6 +216,7 @@ class PrivateCluster:
         private["own_sockets"] = True
         self.target = f"unix:{private['uds']}"
         self.targets = (self.target, *(f"{self.target}.{index}" for index in range(1, private["num_frontends"])))
+        self.max_message_bytes: int = private["max_message_bytes"]
         self._supervisor = Supervisor(role_specs(private, str(run_dir.path)), run_dir, watch.on_event, watch.on_output)
         try:
             check(private)

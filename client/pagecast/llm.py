@@ -19,7 +19,7 @@ from pagecast import answers, models, requests, types
 from pagecast.async_client import AsyncClient, AsyncStream
 from pagecast.channel import channel_options
 from pagecast.errors import DeadlineExceeded, PagecastError, RpcError, from_status
-from pagecast.many import ManyCall
+from pagecast.many import MOST_BYTES, MOST_OPEN, ManyCall
 from pagecast.resuming import Asking
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc
@@ -78,6 +78,11 @@ def front_ends() -> int:
     return 2 if len(os.sched_getaffinity(0)) >= 8 else 1
 
 
+def for_window(stubs: list[Any], window: int) -> list[Any]:
+    """A stub for each call that so many open requests need, front ends in turn."""
+    return stubs * -(-window // (MOST_OPEN * len(stubs)))
+
+
 def longest_first(sampling: Sequence[SamplingParams | None]) -> list[int]:
     """Numbers of requests, those with the largest max_tokens first, then as they came."""
     most = [one.max_tokens if one is not None and isinstance(one.max_tokens, int) else math.inf for one in sampling]
@@ -124,7 +129,9 @@ class LLM(_Embedded):
         # A subchannel pool of its own makes each channel a connection.
         arguments = channel_options([("grpc.use_local_subchannel_pool", 1)])
         self._channels = [grpc.insecure_channel(target, arguments) for target in self._cluster.targets]
-        self._stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        self._stubs = for_window(stubs, self._window)
+        self._most_bytes = min(MOST_BYTES, self._cluster.max_message_bytes // 2)
 
     def generate(
         self, prompts: requests.Prompt | Sequence[requests.Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -161,7 +168,7 @@ class LLM(_Embedded):
     ) -> dict[int, RequestOutput]:
         """Keep a window of requests open, so that the batch is always full and the queue never long. Answers are read as they come, and
         outputs made of them, so that little is left to do after the last one. By the numbers that come with the specs."""
-        calls = _Requests(self._stubs, timeout, output_of)
+        calls = _Requests(self._stubs, timeout, output_of, self._most_bytes)
         try:
             for number, spec in specs:
                 calls.wait(self._window - 1)
@@ -190,8 +197,10 @@ class _Requests:
     Threads that read the calls make an output of each answer, and wake the caller for what it waits for alone: of a list whose answers
     come at once, each would take it two changes of threads more."""
 
-    def __init__(self, stubs: Sequence[Any], timeout: float | None, output_of: Callable[[int, types.Generation], RequestOutput]) -> None:
-        self._stubs, self._timeout, self._output_of = stubs, timeout, output_of
+    def __init__(
+        self, stubs: Sequence[Any], timeout: float | None, output_of: Callable[[int, types.Generation], RequestOutput], most_bytes: int
+    ) -> None:  # fmt: skip
+        self._stubs, self._timeout, self._output_of, self._most_bytes = stubs, timeout, output_of, most_bytes
         self._calls: list[ManyCall | None] = [None] * len(stubs)
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
         self._changed = threading.Condition()  # guards what follows
@@ -219,7 +228,7 @@ class _Requests:
         for place, due in by_place.items():
             call = self._calls[place]
             if call is None or not call.send(due):
-                self._calls[place] = ManyCall(self._stubs[place], due, self._take, self._lose)
+                self._calls[place] = ManyCall(self._stubs[place], due, self._take, self._lose, self._most_bytes)
 
     def _take(self, results: Sequence[generation_pb2.TaggedResult]) -> None:
         """Results have come, says a thread of a call's."""

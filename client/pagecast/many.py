@@ -17,6 +17,8 @@ MOST_TOGETHER = 32
 """Requests of a message. The server begins with the first one when it has read them all."""
 MOST_BYTES = 1 << 20
 """Of requests in a message, but for one that is larger by itself."""
+MOST_OPEN = 512
+"""Requests of a call that a server begins with before others have ended. Says the public proto."""
 
 OnResults = Callable[[Sequence[pb.TaggedResult]], None]
 OnEnd = Callable[[list[int], RpcError], None]
@@ -26,9 +28,11 @@ class ManyCall:
     """One call. on_results: told of results, by a thread of this call's, one message after the other. on_end: told which requests the
     call has left without one, and why, if there are any."""
 
-    def __init__(self, stub: Any, first: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd) -> None:
-        """first: requests to begin with, as a call may end before there is time to send it any."""
-        self._on_results, self._on_end = on_results, on_end
+    def __init__(
+        self, stub: Any, first: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd, most_bytes: int = MOST_BYTES
+    ) -> None:  # fmt: skip
+        """first: requests to begin with, as a call may end before there is time to send it any. most_bytes: see MOST_BYTES."""
+        self._on_results, self._on_end, self._most_bytes = on_results, on_end, most_bytes
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[pb.TaggedRequest] = deque(first)
         self._open: set[int] = {request.tag for request in first}
@@ -64,7 +68,7 @@ class ManyCall:
                     return
                 taken = [self._waiting.popleft()]
                 size = taken[0].ByteSize()
-                while self._waiting and len(taken) < MOST_TOGETHER and (size := size + self._waiting[0].ByteSize()) <= MOST_BYTES:
+                while self._waiting and len(taken) < MOST_TOGETHER and (size := size + self._waiting[0].ByteSize()) <= self._most_bytes:
                     taken.append(self._waiting.popleft())
             yield pb.GenerateManyRequest(requests=taken)
 

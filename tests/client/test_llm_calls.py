@@ -109,6 +109,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(answers, "generation", lambda message: int(message.request_id))
     embedded = LLM.__new__(LLM)
     embedded._window = 3
+    embedded._most_bytes = many.MOST_BYTES
 
     def run(stubs: Stub | list[Stub], count: int, timeout: float | None = None) -> list[object]:
         embedded._stubs = stubs if isinstance(stubs, list) else [stubs]
@@ -205,9 +206,13 @@ def test_a_request_that_nobody_answers_ends_with_its_timeout(run: Run, monkeypat
     assert 0.4 <= time.monotonic() - begun < 30 and all(0.2 < timeout <= 0.3 for timeout in stub.timeouts) and stub.calls[0].cancelled
 
 
+def test_a_window_has_as_many_calls_as_let_all_of_it_be_open() -> None:
+    assert llm.for_window(["a"], 512) == ["a"] and llm.for_window(["a"], 513) == ["a", "a"]
+    assert llm.for_window(["a", "b"], 1024) == ["a", "b"] and llm.for_window(["a", "b"], 2048) == ["a", "b", "a", "b"]
+
+
 def test_requests_that_wait_together_go_out_together_in_bounded_messages(monkeypatch: Any) -> None:
     monkeypatch.setattr(many, "MOST_TOGETHER", 4)
-    monkeypatch.setattr(many, "MOST_BYTES", 1000)
     began, go = threading.Event(), threading.Event()
 
     def on_request(call: Call, tag: int) -> None:
@@ -219,7 +224,7 @@ def test_requests_that_wait_together_go_out_together_in_bounded_messages(monkeyp
     first, *others = (
         pb.TaggedRequest(tag=tag, spec=pb.GenerationSpec(prompt_token_ids=pb.TokenIds(ids=[5] * size))) for tag, size in enumerate(sizes)
     )
-    call = many.ManyCall(stub, [first], lambda told: [results.put(each.tag) for each in told], lambda left, error: None)
+    call = many.ManyCall(stub, [first], lambda told: [results.put(each.tag) for each in told], lambda left, error: None, 1000)
     assert began.wait(60) and call.send(others[:4]) and call.send(others[4:])
     go.set()
     while len(stub.asked) < len(sizes):

@@ -34,10 +34,11 @@ Whole = Callable[[Any, float | None, None, Turn], Awaitable[pb.GenerateResponse]
 
 
 class ManyRequests:
-    """One call. whole: answers one request."""
+    """One call. whole: answers one request. max_message_bytes: what the server's messages are to keep to."""
 
-    def __init__(self, whole: Whole, time_left_s: float | None, context: Any, write_timeout_s: float) -> None:
+    def __init__(self, whole: Whole, time_left_s: float | None, context: Any, write_timeout_s: float, max_message_bytes: int) -> None:
         self._whole, self._context, self._write_timeout_s = whole, context, write_timeout_s
+        self._most_bytes = min(MOST_BYTES, max_message_bytes)
         self._deadline = None if time_left_s is None else time.monotonic() + time_left_s
         self._call = call_context.current()
         self._open: set[asyncio.Task[None]] = set()
@@ -131,7 +132,7 @@ class ManyRequests:
     def _taken(self) -> pb.GenerateManyResponse:
         """Results for one message."""
         taken, size = [], 0
-        while self._ready and (not taken or size + self._ready[0].ByteSize() <= MOST_BYTES):
+        while self._ready and (not taken or size + self._ready[0].ByteSize() <= self._most_bytes):
             size += self._ready[0].ByteSize()
             taken.append(self._ready.popleft())
         return pb.GenerateManyResponse(results=taken)
