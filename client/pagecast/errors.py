@@ -169,6 +169,8 @@ def from_status(packed: bytes) -> RpcError:
         status = status_pb2.Status.FromString(packed)
         code = code_pb2.Code.Name(status.code)
     except (DecodeError, ValueError):
+        code = "OK"
+    if code == "OK":  # says that nothing failed, where a failure is to be told
         return InternalError("UNKNOWN", "the server's status cannot be read")
     return _BY_CODE.get(code, InternalError)(code, status.message, **_details(packed))
 

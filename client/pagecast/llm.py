@@ -204,7 +204,9 @@ class _Requests:
         self._calls: list[ManyCall | None] = [None] * len(stubs)
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
         self._changed = threading.Condition()  # guards what follows
-        self._asked: dict[int, tuple[generation_pb2.GenerationSpec, Asking]] = {}  # those without an answer, the earliest first
+        self._num_asked = 0
+        # Those without an answer, the earliest first; how many were asked before them says which call each began with.
+        self._asked: dict[int, tuple[generation_pb2.GenerationSpec, Asking, int]] = {}
         self._failed: deque[tuple[int, Exception]] = deque()
         self._awaited = 0
         self.outputs: dict[int, RequestOutput] = {}
@@ -212,18 +214,19 @@ class _Requests:
     def ask(self, number: int, spec: generation_pb2.GenerationSpec) -> None:
         """One more."""
         with self._changed:
-            self._asked[number] = spec, Asking.of(self._timeout)
+            self._asked[number] = spec, Asking.of(self._timeout), self._num_asked
+        self._num_asked += 1
         self._begin([number])
 
     def _begin(self, numbers: Sequence[int]) -> None:
         by_place: dict[int, list[generation_pb2.TaggedRequest]] = {}
         for number in numbers:
-            spec, asking = self._asked[number]
+            spec, asking, place = self._asked[number]
             left = asking.begin()
             request = generation_pb2.TaggedRequest(tag=number, spec=spec)
             if left is not None:
                 request.timeout.FromNanoseconds(max(1, round(left * 1e9)))
-            place = (number + asking.num_losses) % len(self._stubs)  # another front end, if there is one
+            place = (place + asking.num_losses) % len(self._stubs)  # another front end, if there is one
             by_place.setdefault(place, []).append(request)
         for place, due in by_place.items():
             call = self._calls[place]
@@ -233,21 +236,22 @@ class _Requests:
     def _take(self, results: Sequence[generation_pb2.TaggedResult]) -> None:
         """Results have come, says a thread of a call's."""
         for result in results:
-            number, output = result.tag, None
-            error: Exception | None = None
+            number = result.tag
+            if number not in self._asked:
+                continue  # a server's mistake: nobody waits for it
             try:
-                if result.HasField("response"):
-                    output = self._output_of(number, answers.generation(result.response))
-                else:
-                    error = from_status(result.status)
-            except Exception as unreadable:
-                error = unreadable
-            with self._changed:
-                if error is not None:
+                if not result.HasField("response"):
+                    raise from_status(result.status)
+                output = self._output_of(number, answers.generation(result.response))
+            except Exception as error:
+                with self._changed:
                     self._failed.append((number, error))
-                elif output is not None and self._asked.pop(number, None) is not None:
-                    self.outputs[number] = output
-                if error is not None or len(self._asked) <= self._awaited:
+                    self._changed.notify()
+                continue
+            with self._changed:
+                self.outputs[number] = output
+                del self._asked[number]
+                if len(self._asked) <= self._awaited:
                     self._changed.notify()
 
     def _lose(self, numbers: list[int], error: RpcError) -> None:
@@ -288,10 +292,11 @@ class _Requests:
             heappush(self._again, (time.monotonic() + self._asked[number][1].wait_after(failure), number))
 
     def cancel(self) -> None:
-        """End what is open."""
+        """End what is open. Calls know these requests, which are to know none of them any more: nothing waits for the collector."""
         for call in self._calls:
             if call is not None:
                 call.close()
+        self._calls.clear()
 
 
 class AsyncLLM(_Embedded):

@@ -1,10 +1,11 @@
 """How LLM keeps its requests: no more than a window of them open, answers read as they come, an error told at once, and what a front end
 takes with it asked for again."""
 
+import gc
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -111,11 +112,12 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     embedded._window = 3
     embedded._most_bytes = many.MOST_BYTES
 
-    def run(stubs: Stub | list[Stub], count: int, timeout: float | None = None) -> list[object]:
+    def run(stubs: Stub | list[Stub], asked: int | Sequence[int], timeout: float | None = None) -> list[object]:
+        """asked: numbers in the order in which they are asked for, or how many."""
         embedded._stubs = stubs if isinstance(stubs, list) else [stubs]
-        specs = ((number, pb.GenerationSpec()) for number in range(count))
-        found = embedded._run(specs, timeout, lambda number, result: result)
-        return [found[number] for number in range(count)]
+        numbers = range(asked) if isinstance(asked, int) else asked
+        found = embedded._run(((number, pb.GenerationSpec()) for number in numbers), timeout, lambda number, result: result)
+        return [found[number] for number in range(len(numbers))]
 
     return run
 
@@ -139,6 +141,14 @@ def test_answers_come_from_threads_of_their_own(run: Run) -> None:
     stubs = [Stub(lambda call, tag: threading.Timer(0.001 * (tag % 7), call.tell, (answer(tag),)).start()) for _ in range(2)]
     assert run(stubs, 60) == list(range(60)) and max(stub.most_open for stub in stubs) <= 3
     assert [sorted(stub.asked) for stub in stubs] == [list(range(0, 60, 2)), list(range(1, 60, 2))]
+
+
+def test_front_ends_take_turns_in_whatever_order_prompts_go_out(run: Run) -> None:
+    """Longest first, and every second one is long."""
+    order = llm.longest_first([SamplingParams(max_tokens=9 if number % 2 else 2) for number in range(12)])
+    stubs = [Stub(lambda call, tag: call.tell(answer(tag))) for _ in range(2)]
+    assert order[0] == 1 and run(stubs, order) == list(range(12))
+    assert [stub.asked for stub in stubs] == [order[::2], order[1::2]]
 
 
 def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Run, monkeypatch: Any) -> None:
@@ -167,6 +177,28 @@ def test_what_a_front_end_takes_with_it_is_asked_for_again(run: Run) -> None:
     first, second = Stub(on_request), Stub(lambda call, tag: call.tell(answer(tag)))
     assert run([first, second], 8) == list(range(8))
     assert sorted(first.asked + second.asked) == sorted([*range(8), 2, 4]) and {2, 4} <= set(second.asked)
+
+
+def test_what_nobody_asked_for_is_passed_over(run: Run) -> None:
+    """A server's mistakes: a tag of nobody's, a failed one too, an answer told twice."""
+    wrong = pb.TaggedResult(tag=2**63, status=refused())
+    stub = Stub(lambda call, tag: call.tell(answer(77), wrong, answer(tag), answer(tag)))
+    assert run(stub, 3) == [0, 1, 2]
+
+
+def test_what_was_asked_goes_with_its_end(run: Run) -> None:
+    """Nothing of prompts and outputs waits for the collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert run([Stub(lambda call, tag: call.tell(answer(tag))) for _ in range(2)], 10) == list(range(10))
+        end = time.monotonic() + 30
+        while (left := [each for each in gc.get_objects() if isinstance(each, llm._Requests)]) and time.monotonic() < end:
+            del left
+            time.sleep(0.01)
+        assert not left
+    finally:
+        gc.enable()
 
 
 def test_a_call_that_ends_too_early_is_a_loss_too(run: Run) -> None:

@@ -13,7 +13,17 @@ from frontend.fake_scheduler import FakeScheduler
 from google.rpc import error_details_pb2, status_pb2
 
 from pagecast.v1 import generation_pb2_grpc
-from pagecast_scheduler.frontend import authorizer, boundary, engine_client, generation, interceptor, main, reloading, scheduler_link
+from pagecast_scheduler.frontend import (
+    authorizer,
+    boundary,
+    engine_client,
+    generation,
+    interceptor,
+    main,
+    many_requests,
+    reloading,
+    scheduler_link,
+)
 from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.main import Frontend
 from pagecast_wire import log_lines
@@ -119,7 +129,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         debug = info = warning = error = note
 
-    for module in (authorizer, boundary, engine_client, generation, interceptor, main, reloading, scheduler_link):
+    for module in (authorizer, boundary, engine_client, generation, interceptor, main, many_requests, reloading, scheduler_link):
         monkeypatch.setattr(module, "log", Book())
     return lines
 

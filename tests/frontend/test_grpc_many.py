@@ -14,12 +14,14 @@ from frontend.test_call_memory import left
 from frontend.test_grpc_generation import spec
 from google.rpc import error_details_pb2, status_pb2
 
-from pagecast.errors import from_status
+from pagecast import many
+from pagecast.errors import InternalError, from_status
 from pagecast.v1 import generation_pb2 as pb
-from pagecast_scheduler.frontend import many_requests
+from pagecast_scheduler.frontend import main, many_requests
 from pagecast_wire.intake import Abort, Rejected, RejectReason, Submit
 from pagecast_wire.sampling import FinishReason
 
+ROOT = Path(__file__).parents[2]
 METHOD = "/pagecast.v1.GenerationService/GenerateMany"
 
 
@@ -119,6 +121,7 @@ async def test_a_defect_met_by_one_request_is_told_without_words_of_it(rig: Rig,
     broken = (await results(call, 1))[1]
     assert reason(broken) == "BUG" and "division" not in str(broken)
     assert any("unexpected error" in line["event"] for line in logged)
+    assert [line["reason"] for line in logged if line["event"] == "request failed"] == ["BUG"]
     monkeypatch.undo()
     await call.write(tagged(2))
     await finish(rig, 1)
@@ -167,6 +170,12 @@ async def test_what_is_wrong_with_the_call_ends_the_call(rig: Rig) -> None:
     assert details(caught.value)[1]["ErrorInfo"].reason == "MALFORMED_REQUEST"
     await rig.scheduler.until(lambda: submit.key in rig.scheduler.aborted())
     await until_nothing_is_open(rig)
+
+
+@pytest.mark.parametrize("packed", [b"", b"\xff", status_pb2.Status(code=999).SerializeToString()])
+def test_a_status_that_tells_of_no_failure_is_one_of_the_servers(packed: bytes) -> None:
+    error = from_status(packed)
+    assert isinstance(error, InternalError) and error.code == "UNKNOWN" and "cannot be read" in str(error)
 
 
 async def test_no_more_are_read_than_may_be_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +280,29 @@ async def test_a_drain_that_lasts_too_long_says_so_of_each_request(folder: Path)
     async with asyncio.timeout(20):
         await stopping
     await stop_rig(rig)
+
+
+async def test_a_call_with_nothing_under_way_ends_with_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a status that says to ask elsewhere, and without being waited for."""
+    monkeypatch.setattr(main, "CLOSING_S", 60.0)
+    rig = await start_rig(folder)
+    call = rig.generation.GenerateMany()
+    await call.write(tagged(1))
+    await finish(rig, 1)
+    assert (await results(call, 1))[1].HasField("response")
+    rig.frontend.end()
+    rig.is_ended = True
+    async with asyncio.timeout(30):
+        await rig.frontend.run_until_stopped()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert details(caught.value)[1]["ErrorInfo"].reason == "DRAINING"
+    await stop_rig(rig)
+
+
+def test_client_and_server_know_the_same_limit() -> None:
+    assert many.MOST_OPEN == many_requests.MOST_OPEN
+    assert f"At most {many.MOST_OPEN} are open" in (ROOT / "protos/pagecast/v1/generation.proto").read_text()
 
 
 async def test_a_replaced_scheduler_gets_the_requests_of_a_call_again(rig: Rig) -> None:

@@ -79,11 +79,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateMany(self, request: Any, context: Any) -> None:  # type: ignore[override]
         """Whole results of requests as they end, in messages of those that are ready together."""
-        if self._state.is_draining:
+        state = self._state
+        if state.is_draining:
             raise Refusal(Reason.DRAINING)
-        config = self._state.config
-        many = ManyRequests(self._whole, time_left(context), context, config.slow_consumer_timeout_s, config.max_message_bytes)
-        await many.answer(request)
+        await ManyRequests(self._whole, time_left(context), context, state.config, state.ending).answer(request)
 
     async def _whole(self, spec: Any, time_left_s: float | None, context: Any, turn: Turn | None = None) -> pb.GenerateResponse:
         """context: None where headers are not this request's to send. turn: waits until the answer may be finished; absent: at once."""

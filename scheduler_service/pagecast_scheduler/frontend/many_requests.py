@@ -11,10 +11,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import structlog
+
 from pagecast.v1 import generation_pb2 as pb
 from pagecast_scheduler.frontend import call_context
 from pagecast_scheduler.frontend.boundary import settled
+from pagecast_scheduler.frontend.config import FrontendConfig
 from pagecast_scheduler.frontend.errors import Reason, Refusal, field_violation
+
+log = structlog.get_logger("pagecast.frontend")
 
 METHOD = "/pagecast.v1.GenerationService/GenerateMany"
 MOST_OPEN = 512
@@ -34,16 +39,17 @@ Whole = Callable[[Any, float | None, None, Turn], Awaitable[pb.GenerateResponse]
 
 
 class ManyRequests:
-    """One call. whole: answers one request. max_message_bytes: what the server's messages are to keep to."""
+    """One call. whole: answers one request. ending: set when a call that has nothing under way is to end, as the server does."""
 
-    def __init__(self, whole: Whole, time_left_s: float | None, context: Any, write_timeout_s: float, max_message_bytes: int) -> None:
-        self._whole, self._context, self._write_timeout_s = whole, context, write_timeout_s
-        self._most_bytes = min(MOST_BYTES, max_message_bytes)
+    def __init__(self, whole: Whole, time_left_s: float | None, context: Any, config: FrontendConfig, ending: asyncio.Event) -> None:
+        self._whole, self._context, self._ending = whole, context, ending
+        self._write_timeout_s, self._most_bytes = config.slow_consumer_timeout_s, min(MOST_BYTES, config.max_message_bytes)
         self._deadline = None if time_left_s is None else time.monotonic() + time_left_s
         self._call = call_context.current()
         self._open: set[asyncio.Task[None]] = set()
         self._ready: deque[pb.TaggedResult] = deque()
-        self._news = asyncio.Event()  # results, or the end of the caller's side
+        self._num_being_written = 0
+        self._news = asyncio.Event()  # results, or the end of the caller's side or the server
         self._room = asyncio.Event()
         self._fault: BaseException | None = None
         self._turns = TURNS
@@ -51,8 +57,9 @@ class ManyRequests:
 
     async def answer(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
         """Until every request has its result. Raises Refusal for what is wrong with the call."""
-        reading = asyncio.create_task(self._read(requests))
-        reading.add_done_callback(lambda _: self._news.set())
+        reading, ending = asyncio.create_task(self._read(requests)), asyncio.create_task(self._ending.wait())
+        for task in (reading, ending):
+            task.add_done_callback(lambda _: self._news.set())
         try:
             while not reading.done() or self._open or self._ready:
                 await self._news.wait()
@@ -65,25 +72,31 @@ class ManyRequests:
                     message = self._taken()
                     self._give_turns()
                     await self._write(message)
+                    self._num_being_written = 0
                     self._room.set()
+                if ending.done() and not reading.done() and not self._open:
+                    raise Refusal(Reason.DRAINING)
         finally:
-            reading.cancel()
-            for task in self._open:
-                task.cancel()
-            await asyncio.gather(reading, *self._open, return_exceptions=True)
+            tasks = (reading, ending, *self._open)
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
         async for message in requests:
-            for number, request in enumerate(message.requests, 1):
-                while len(self._open) + len(self._ready) >= MOST_OPEN:
+            for number, part in enumerate(message.requests, 1):
+                while len(self._open) + len(self._ready) + self._num_being_written >= MOST_OPEN:
                     self._room.clear()
                     await self._room.wait()
+                # A copy, as a part of a message keeps all of it, and this request may outlast the others by far.
+                request = pb.TaggedRequest()
+                request.CopyFrom(part)
                 task = asyncio.create_task(self._end_of(request))
                 self._open.add(task)
                 task.add_done_callback(self._note_end)
+                del part, request, task
                 if number % TOGETHER == 0:
                     await asyncio.sleep(0)
-                del request, task
             del message
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
@@ -93,13 +106,19 @@ class ManyRequests:
         self._news.set()
 
     async def _end_of(self, request: pb.TaggedRequest) -> None:
-        call_context.enter(dataclasses.replace(self._call, request_id="", labels=()))
+        call = dataclasses.replace(self._call, request_id="", labels=())
+        call_context.enter(call)
         try:
             answer = await settled(METHOD, self._answered(request))
         except asyncio.CancelledError:
             return  # by this call's end; the task would keep the error, and with it the request
         if isinstance(answer, Refusal):
             answer.__traceback__ = answer.__context__ = None  # would hold the request until the collector comes by
+            # The call's own line, metric and span know nothing of it.
+            log.info(
+                "request failed", method=METHOD, reason=answer.reason.name, principal=call.principal.name or None,
+                request_id=call.request_id or None, trace_id=call.trace.trace_id, labels=dict(call.labels) or None,
+            )  # fmt: skip
             result = pb.TaggedResult(tag=request.tag, status=answer.status().SerializeToString())
         else:
             result = pb.TaggedResult(tag=request.tag, response=answer)
@@ -135,11 +154,13 @@ class ManyRequests:
         while self._ready and (not taken or size + self._ready[0].ByteSize() <= self._most_bytes):
             size += self._ready[0].ByteSize()
             taken.append(self._ready.popleft())
+        self._num_being_written = len(taken)
         return pb.GenerateManyResponse(results=taken)
 
     async def _write(self, message: pb.GenerateManyResponse) -> None:
         """Raises Refusal where the reader takes nothing for too long."""
         writing = asyncio.ensure_future(self._context.write(message))
+        writing.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody asks for once the call has ended
         try:
             for patience in (self._write_timeout_s, REPRIEVE_S):
                 if (await asyncio.wait({writing}, timeout=patience))[0]:
