@@ -18,4 +18,4 @@ def few_rows_variants() -> Iterator[tuple[str, Callable[[], object]]]:
         gated = torch.empty((rows, 14336), dtype=torch.bfloat16, device="meta")
         for eps in (None, 1e-5):
             name = f"few_rows gated{' scaled' * (eps is not None)} m{rows}"
-            yield name, lambda x=x, w=weight, out=gated, eps=eps: few_rows_hopper.launch_gated(x, w, out, few_rows.FewRows(), scratch, eps)
+            yield name, lambda x=x, w=weight, out=gated, eps=eps: few_rows_hopper.launch_gated(x, w, out, eps, few_rows.FewRows(), scratch)

@@ -187,7 +187,7 @@ def check_few_rows() -> Iterator[tuple[str, float]]:
         for turn, eps in itertools.product((0, few_rows.TURN), (None, 1e-5)):
             first, out = (torch.full((rows, columns // 2), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
             for result in (first, out):
-                few_rows_hopper.launch_gated(loud, weight, result, few_rows.FewRows(turn), scratch, eps)
+                few_rows_hopper.launch_gated(loud, weight, result, eps, few_rows.FewRows(turn), scratch)
             if scratch.counters.any() or not torch.equal(first, out):
                 out.fill_(float("nan"))
             name = f"few_rows {rows} x {columns} x {depth} turn {turn} gated{' scaled' * (eps is not None)}"

@@ -237,7 +237,7 @@ def launch(x: Tensor, weight: Tensor, out: Tensor, config: FewRows, add: bool = 
     return _launch(x, weight, out, config, add=add)
 
 
-def launch_gated(x: Tensor, weight: Tensor, out: Tensor, config: FewRows, scratch: Scratch, eps: float | None = None) -> Tensor:
+def launch_gated(x: Tensor, weight: Tensor, out: Tensor, eps: float | None, config: FewRows, scratch: Scratch) -> Tensor:
     """out[T, I] = SiLU(gate) · up of x[T, K] · weight[2 I, K]ᵀ, the gate's I rows first. few_rows.suits and few_rows.fits must hold.
 
     eps: each row of x is multiplied by RMSNorm's factor, 1 / sqrt(mean(x²) + eps); None: it is normed. Launches on one scratch follow

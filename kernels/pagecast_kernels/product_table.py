@@ -30,6 +30,7 @@ Run = Callable[[Tensor, Tensor, Tensor], object]
 """A product: input, weight, output."""
 Gated = Callable[[Tensor, Tensor, Tensor, float | None], object]
 """The same with SiLU·mul, and epsilon where rows are to be multiplied by RMSNorm's factor."""
+_Measured = tuple[list[int], dict[int, Choice]]
 Entries = Mapping[tuple[str, int, int], Mapping[int, Choice]]
 """For (dtype, columns, depth) what was found, by measured numbers of rows."""
 
@@ -45,8 +46,7 @@ class ProductTable:
     def __init__(self, lib: Library | None, entries: Entries, gated: Entries | None = None, device: torch.device | None = None) -> None:
         """lib: None where its algorithms are not to be run. gated: entries of gate and up products with SiLU·mul, which need a device."""
         self._lib = lib
-        self._entries = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
-        self._gated = {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in (gated or {}).items()}
+        self._entries, self._gated = _in_order(entries), _in_order(gated or {})
         self._scratch = few_rows.scratch(device) if device is not None else None
         self._made: dict[tuple[bool, int, int, int, torch.dtype], Run | None] = {}
         self._made_gated: dict[tuple[bool, int, int, int, torch.dtype], Gated | None] = {}
@@ -146,10 +146,14 @@ def gated_run(config: FewRows, scratch: few_rows.Scratch) -> Gated:
     """A gate and up product with SiLU·mul by a launch of our own."""
     from pagecast_kernels import few_rows_hopper
 
-    return lambda x, weight, out, eps: few_rows_hopper.launch_gated(x, weight, out, config, scratch, eps)
+    return functools.partial(few_rows_hopper.launch_gated, config=config, scratch=scratch)
 
 
-def _chosen(entry: tuple[list[int], dict[int, Choice]] | None, rows: int) -> Choice:
+def _in_order(entries: Entries) -> dict[tuple[str, int, int], _Measured]:
+    return {key: (sorted(by_rows), dict(by_rows)) for key, by_rows in entries.items()}
+
+
+def _chosen(entry: _Measured | None, rows: int) -> Choice:
     """Of the next larger measured number of rows; None past the largest and below half of the smallest."""
     measured, by_rows = entry or ([], {})
     place = bisect.bisect_left(measured, rows)

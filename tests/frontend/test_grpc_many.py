@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from frontend.conftest import Rig, details, start_rig, stop_rig
 from frontend.fake_scheduler import finished
@@ -352,6 +353,23 @@ async def test_requests_go_with_their_results(rig: Rig, how: str) -> None:
 
 def kept() -> Iterable[Any]:
     return [each for each in gc.get_objects() if isinstance(each, pb.TaggedRequest | pb.GenerateManyRequest)]
+
+
+def resident_mib() -> int:
+    return psutil.Process().memory_info().rss >> 20
+
+
+async def test_a_slow_request_does_not_keep_what_came_with_it(rig: Rig) -> None:
+    """Forty messages, each with a request that goes on and six megabytes that are refused."""
+    call = rig.generation.GenerateMany()
+    before = resident_mib()
+    for number in range(0, 80, 2):
+        message = tagged(number)
+        message.requests.add(tag=number + 1).spec.prompt_text = "x" * 6_000_000
+        await call.write(message)
+        assert reason((await results(call, 1))[number + 1]) in ("PROMPT_TOO_LONG", "FIELD_VIOLATION")
+    assert len(rig.scheduler.all(Submit)) == 40 and resident_mib() - before < 160
+    call.cancel()
 
 
 async def test_two_calls_of_one_connection_do_not_meet(rig: Rig) -> None:
