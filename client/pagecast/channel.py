@@ -18,11 +18,11 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 SERVICE_CONFIG: dict[str, Any] = json.loads(files("pagecast").joinpath("service_config.json").read_bytes())
 """What the server advises: spread calls over replicas that are healthy; try again before the first message of an answer (gRFC A6), and
-only for the one status that says "not here, not now"."""
+only for the one status that says "not here, not now". A call of many requests is not: gRPC would keep all that it sent, and what is left
+without a result is asked for in another call."""
 
 _GRPC_SCHEME = re.compile(r"(?:unix|unix-abstract|dns|ipv4|ipv6|vsock|xds|google-c2p):(?!\d+$)")
 _WATCH = {"service": "grpc.health.v1.Health", "method": "Watch"}
-_MANY = {"service": "pagecast.v1.GenerationService", "method": "GenerateMany"}
 _HEALTH: dict[int, types.HealthStatus] = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
 
@@ -118,11 +118,10 @@ def are_replicas(endpoints: str | Sequence[str]) -> bool:
 
 def service_config(checks_health: bool) -> dict[str, Any]:
     """The advice as this client takes it: without a replica to turn to, an unhealthy server is asked all the same and says why; and a
-    call fails when no server is there, instead of waiting for one. A health watch is not tried again, nor a call of
-    many requests: gRPC would keep all that it sent, and what is left without a result is asked for in another call."""
+    call fails when no server is there, instead of waiting for one. A health watch is not tried again."""
     methods = [{key: value for key, value in method.items() if key != "waitForReady"} for method in SERVICE_CONFIG["methodConfig"]]
     chosen = {key: value for key, value in SERVICE_CONFIG.items() if checks_health or key != "healthCheckConfig"}
-    return chosen | {"methodConfig": [*methods, {"name": [_WATCH, _MANY]}]}
+    return chosen | {"methodConfig": [*methods, {"name": [_WATCH]}]}
 
 
 def channel_options(extra: Sequence[tuple[str, Any]] = (), *, checks_health: bool = False) -> list[tuple[str, Any]]:

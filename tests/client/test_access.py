@@ -51,10 +51,11 @@ def test_wrong_tls_files_are_named(tmp_path: Path) -> None:
 
 def test_the_published_service_config_is_what_several_replicas_get() -> None:
     assert channel.SERVICE_CONFIG["healthCheckConfig"] == {"serviceName": ""}
-    (method,) = channel.SERVICE_CONFIG["methodConfig"]
+    method, many = channel.SERVICE_CONFIG["methodConfig"]
     assert method["waitForReady"] and method["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
+    assert many == {"name": [{"service": "pagecast.v1.GenerationService", "method": "GenerateMany"}], "waitForReady": True}
     assert "healthCheckConfig" in channel.service_config(True) and "healthCheckConfig" not in channel.service_config(False)
-    assert "waitForReady" not in channel.service_config(True)["methodConfig"][0]
+    assert not any("waitForReady" in each for each in channel.service_config(True)["methodConfig"])
 
 
 def test_the_token_command_shows_the_token_and_keeps_its_hash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
