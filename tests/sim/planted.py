@@ -104,7 +104,7 @@ def cancel_keeps_blocks(patch: Patch) -> None:
 
     def finish(self: State, seq: Any, reason: FinishReason, *rest: Any, **named: Any) -> None:
         if reason is FinishReason.CANCELLED:
-            with mock.patch.object(BlockPool, "give_back", lambda pool, blocks: None):
+            with mock.patch.object(KvManager, "leave", lambda kv, *left: None):
                 original(self, seq, reason, *rest, **named)
         else:
             original(self, seq, reason, *rest, **named)

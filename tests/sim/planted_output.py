@@ -83,11 +83,11 @@ def decodes_computed_again_are_not_counted(patch: Patch) -> None:
     """Only prompts and histories count as recomputed, not the tokens that were in flight when a row was taken away."""
     original = State.leave_row
 
-    def leave_row(self: State, seq: Any, keep_content: bool = True) -> Any:
+    def leave_row(self: State, seq: Any) -> Any:
         count = seq.num_recomputed_tokens
-        blocks = original(self, seq, keep_content)
+        left = original(self, seq)
         seq.num_recomputed_tokens = count
-        return blocks
+        return left
 
     patch(State, "leave_row", leave_row)
 

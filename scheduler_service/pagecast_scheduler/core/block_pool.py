@@ -82,10 +82,12 @@ class BlockPool:
         self.touch(blocks)
         self._holds.append((until_step, blocks))
 
+    @property
+    def has_holds(self) -> bool:
+        return bool(self._holds)
+
     def end_holds(self, step: int) -> None:
         """Step `step` was applied: holds up to it end."""
-        if not self._holds:
-            return
         ended = [blocks for until, blocks in self._holds if until <= step]
         self._holds = [hold for hold in self._holds if hold[0] > step]
         for blocks in ended:

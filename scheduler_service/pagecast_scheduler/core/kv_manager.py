@@ -1,4 +1,10 @@
-"""KV memory as the scheduler sees it: the one door to block pool, prefix cache and block table, which it keeps in step."""
+"""KV memory as the scheduler sees it: the one door to block pool, prefix cache and block table, which it keeps in step.
+
+What a sequence leaves behind at its end is filed later, as its reader waits for its last token and for none of that: by whoever next
+looks at pool or cache, so that nobody can tell, or by `settle` in a quiet moment.
+"""
+
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,7 +12,7 @@ from numpy.typing import NDArray
 from pagecast_scheduler.core.block_pool import EMPTY, BlockPool, Blocks
 from pagecast_scheduler.core.block_table import BlockTable
 from pagecast_scheduler.core.config import SchedulerConfig
-from pagecast_scheduler.core.prefix_cache import HashChain, PrefixCache
+from pagecast_scheduler.core.prefix_cache import Change, HashChain, PrefixCache
 
 Tokens = NDArray[np.uint32]
 
@@ -17,10 +23,38 @@ class KvManager:
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
         self.caching = config.enable_prefix_caching
-        self.pool = BlockPool(config.num_blocks)
-        self.cache = PrefixCache()
+        self._pool = BlockPool(config.num_blocks)
+        self._cache = PrefixCache()
+        self._left: deque[tuple[Blocks, HashChain, Tokens, int]] = deque()
         max_blocks = min(-(-config.max_model_len // config.block_size), config.num_blocks)
         self.table = BlockTable(config.max_num_seqs, max_blocks)
+
+    @property
+    def pool(self) -> BlockPool:
+        self.settle()
+        return self._pool
+
+    @property
+    def cache(self) -> PrefixCache:
+        self.settle()
+        return self._cache
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that ended sequences left behind is filed."""
+        return not self._left
+
+    def settle(self, most: int | None = None) -> None:
+        """File what ended sequences left behind, of at most so many of them."""
+        while self._left and most != 0:
+            blocks, chain, tokens, full = self._left.popleft()
+            self._publish(blocks, chain, tokens, 0, full, 0)
+            self._pool.give_back(blocks)
+            most = None if most is None else most - 1
+
+    def leave(self, blocks: Blocks, chain: HashChain, tokens: Tokens, full: int) -> None:
+        """A sequence needs `blocks` no more. The first `full` of them, which hold `tokens`, can be found again."""
+        self._left.append((blocks, chain, tokens, full))
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -57,16 +91,20 @@ class KvManager:
 
     def publish(self, blocks: Blocks, chain: HashChain, tokens: Tokens, first: int, last: int, step: int) -> None:
         """Blocks first..last-1 of a sequence are full of `tokens`; step: 0, or the step in flight that computes them."""
+        self.settle()
+        self._publish(blocks, chain, tokens, first, last, step)
+
+    def _publish(self, blocks: Blocks, chain: HashChain, tokens: Tokens, first: int, last: int, step: int) -> None:
         if not self.caching or last <= first:
             return
         chain.extend(tokens, last)
-        unknown = (~self.pool.has_content[blocks[first:last]]).nonzero()[0]
+        unknown = (~self._pool.has_content[blocks[first:last]]).nonzero()[0]
         if not len(unknown):
             return
         unknown += first
-        registered = self.cache.register(chain, unknown.tolist(), blocks[unknown].tolist(), step)
+        registered = self._cache.register(chain, unknown.tolist(), blocks[unknown].tolist(), step)
         if registered:
-            self.pool.set_content(np.array(registered, np.int64))
+            self._pool.set_content(np.array(registered, np.int64))
 
     def forget(self, blocks: Blocks) -> None:
         """Their content is bad: nobody may find them again."""
@@ -84,10 +122,20 @@ class KvManager:
         self.forget(np.array(certain, np.int64))
         return len(certain)
 
+    def take_changes(self) -> list[Change]:
+        """What the cache has noted since the last call, in order; nothing while nobody watches."""
+        cache = self._cache
+        if cache.changes is None:
+            return []
+        self.settle()
+        taken, cache.changes = cache.changes, []
+        return taken
+
     def applied(self, step: int) -> None:
         """The result of `step` is in."""
-        self.cache.confirm(step)
-        self.pool.end_holds(step)
+        self._cache.confirm(step)  # which what was left has no part in
+        if self._pool.has_holds:
+            self.pool.end_holds(step)
 
     def _take(self, count: int) -> Blocks:
         blocks, evicted = self.pool.take(count)

@@ -57,9 +57,11 @@ def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
         draft.num_steps = 1
     if draft.num_steps == 1:
         short = rows.short_of_blocks()
-        if len(short) > s.kv.pool.num_free:
+        if not len(short):
+            pass
+        elif len(short) > s.kv.pool.num_free:
             _grow_scarce(s, draft, short, now)
-        elif len(short):
+        else:
             _grow(s, draft, short)
     draft.stepping = s.rows.stepping_rows()
     if draft.stalled:

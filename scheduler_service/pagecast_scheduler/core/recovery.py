@@ -38,7 +38,7 @@ def fail_epoch(s: State, now: int, loss: Loss = Loss.CRASH) -> None:
     culprit = s.alone if s.alone is not None and s.alone.key in present else None
     for seq in [*s.rows.running(), *(entry.seq for entry in s.detached.values())]:
         if seq.row >= 0:
-            s.leave_row(seq, keep_content=False)
+            s.leave_row(seq)
         seq.detached = None
         seq.num_recoveries += 1
         seq.status = Status.WAITING

@@ -175,6 +175,15 @@ class Scheduler:
         """The worker group is lost: a new epoch begins, running sequences wait again with their history."""
         recovery.fail_epoch(self.state, now, loss)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be done that only later calls need."""
+        return self.state.kv.is_settled
+
+    def settle(self, most: int) -> None:
+        """Do, for at most so many ended sequences, what later calls need; else they do it themselves. No answer depends on it."""
+        self.state.kv.settle(most)
+
     def take_batches(self) -> list[tuple[int, FrontendBatch]]:
         """All that front ends have not been told yet: (front end slot, batch), one per slot."""
         return self.state.outputs.take(self.state.applied_step)
@@ -214,11 +223,7 @@ class Scheduler:
 
     def take_cache_changes(self) -> list[Change]:
         """Changes of the prefix cache since the last call, in order; none while nobody watches."""
-        cache = self.state.kv.cache
-        if not cache.changes:
-            return []
-        taken, cache.changes = cache.changes, []
-        return taken
+        return self.state.kv.take_changes()
 
     def cached_blocks(self) -> list[Change]:
         """Every block that can be found now."""

@@ -137,15 +137,9 @@ class State:
         for seq in held:
             self.enqueue(seq, now)
 
-    def publish(self, seq: Sequence, blocks: Blocks) -> None:
-        """Full blocks of a sequence that leaves its row, of tokens whose KV is certain, become findable."""
-        if not seq.request.submit.bypass_prefix_cache:
-            full = max(0, seq.num_tokens - 1) // self.config.block_size
-            self.kv.publish(blocks, seq.chain, seq.tokens, 0, min(full, len(blocks)), 0)
-
-    def leave_row(self, seq: Sequence, keep_content: bool = True) -> Blocks:
-        """Copy the sequence's applied tokens out of its row and free the row. Its blocks go to the caller, findable by their content if
-        that is to be kept."""
+    def leave_row(self, seq: Sequence) -> tuple[Blocks, int]:
+        """Copy the sequence's applied tokens out of its row and free the row. Its blocks go to the caller, and how many of them are full of
+        tokens whose KV is certain."""
         row = seq.row
         computed, known = self.rows.computed(row), seq.num_tokens
         # Chunks were counted as they were planned. A decode is computed again if it was in flight when the row was last taken away.
@@ -163,9 +157,11 @@ class State:
         blocks = self.kv.close_row(row)
         self.rows.close(row)
         self.released.append(row)
-        if keep_content and certain and not seq.request.submit.bypass_prefix_cache:
-            self.kv.publish(blocks, seq.chain, seq.tokens, 0, min(certain // self.config.block_size, len(blocks)), 0)
-        return blocks
+        return blocks, min(certain // self.config.block_size, len(blocks))
+
+    def _leave(self, seq: Sequence, blocks: Blocks, full: int) -> None:
+        """The sequence needs its blocks no more, of which the first `full` can be found again."""
+        self.kv.leave(blocks, seq.chain, seq.tokens, 0 if seq.request.submit.bypass_prefix_cache else full)
 
     def _certain(self, row: int) -> int:
         """Tokens whose KV is written by steps that were applied, and so is right: all but the newest one of a decoding row."""
@@ -181,7 +177,7 @@ class State:
         tokens = np.empty(seq.request.max_tokens, np.uint32)
         tokens[: seq.num_tokens] = seq.tokens[: seq.num_tokens]
         seq.tokens = tokens
-        blocks = self.leave_row(seq, keep_content=False)  # `finish` publishes all of them when the results are in
+        blocks, _ = self.leave_row(seq)  # `finish` publishes all of them when the results are in
         self.detached[key] = Detached(seq, pending, blocks)
         seq.detached = key
 
@@ -205,7 +201,8 @@ class State:
 
     def requeue(self, seq: Sequence, now: int, keep_content: bool = True) -> None:
         """RUNNING -> WAITING at the head of its class, with the tokens applied so far."""
-        self.kv.pool.give_back(self.leave_row(seq, keep_content))
+        blocks, full = self.leave_row(seq)
+        self._leave(seq, blocks, full if keep_content else 0)
         seq.status = Status.WAITING
         seq.resumed = True
         self.enqueue(seq, now)
@@ -231,15 +228,14 @@ class State:
         self, seq: Sequence, reason: FinishReason, now: int, keep: int | None = None, stop_token_id: int = -1, constraint_fault: int = 0
     ) -> None:
         """End one sequence, whatever state it is in. keep: output tokens that count (default: all applied)."""
-        request = seq.request
+        request, keep_content = seq.request, reason is not FinishReason.NUMERIC_FAULT
         if seq.row >= 0:
-            self.kv.pool.give_back(self.leave_row(seq, keep_content=reason is not FinishReason.NUMERIC_FAULT))
+            blocks, full = self.leave_row(seq)
+            self._leave(seq, blocks, full if keep_content else 0)
         elif seq.detached is not None:
-            entry = self.detached.pop(seq.detached)
-            if reason is not FinishReason.NUMERIC_FAULT:
-                self.publish(seq, entry.blocks)
-            self.kv.pool.give_back(entry.blocks)
-            seq.detached = None
+            blocks, seq.detached = self.detached.pop(seq.detached).blocks, None
+            full = min(max(0, seq.num_tokens - 1) // self.config.block_size, len(blocks))
+            self._leave(seq, blocks, full if keep_content else 0)
         elif seq.queued:
             self.queue.remove(seq)
         if seq in request.held:

@@ -43,6 +43,9 @@ DRAIN = 8 * SECOND
 LAST_LOOKS, LAST_LOOK_MS = 5, 10
 """How often, and for how long each time, to look for what a worker sent before it ended."""
 
+SETTLED_AT_ONCE = 8
+"""Ended sequences whose blocks are filed between two looks at the sockets, while nothing comes in."""
+
 COLLECT_AFTER = 30 * SECOND
 """Idle time after which the garbage collector, otherwise off, is run once."""
 
@@ -135,6 +138,8 @@ class Engine:
 
     def _timeout_ms(self, now: int) -> int:
         """Until the next thing that happens by itself. Whatever arrives ends the wait at once."""
+        if self._epochs.core is not None and not self._epochs.core.is_settled:
+            return 0
         until = self._next_tick
         if self._epochs.core is not None and not self._intake.is_holding:
             core = self._epochs.core
@@ -164,6 +169,8 @@ class Engine:
         if not self._intake.is_holding:
             self._epochs.plan(now)
         self._flush(now)
+        if not events and self._epochs.core is not None:
+            self._epochs.core.settle(SETTLED_AT_ONCE)
         if now >= self._next_tick:
             self._tick(now)
         self._send_status(now)
