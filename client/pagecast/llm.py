@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import islice
 from numbers import Integral
 from typing import Any, Self, Unpack, cast
 
@@ -24,6 +25,8 @@ from pagecast.resuming import Asking
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc
 
+TOGETHER = 16
+"""Requests that a front end is given at a time: the first ones set out while those of the others are made."""
 _LATE_S = 0.5
 """After a request's deadline, of which the server says so by itself as long as it can."""
 
@@ -75,7 +78,8 @@ class RequestOutput:
 def front_ends() -> int:
     """How many front ends a program's own cluster has where it does not say: one keeps a processor busy with some thousand requests a
     second, which small models exceed."""
-    return 2 if len(os.sched_getaffinity(0)) >= 8 else 1
+    processors = len(os.sched_getaffinity(0))
+    return 4 if processors >= 16 else 2 if processors >= 8 else 1
 
 
 def for_window(stubs: list[Any], window: int) -> list[Any]:
@@ -169,10 +173,11 @@ class LLM(_Embedded):
         """Keep a window of requests open, so that the batch is always full and the queue never long. Answers are read as they come, and
         outputs made of them, so that little is left to do after the last one. By the numbers that come with the specs."""
         calls = _Requests(self._stubs, timeout, output_of, self._most_bytes)
+        together = max(1, min(TOGETHER, self._window // 8))
         try:
-            for number, spec in specs:
-                calls.wait(self._window - 1)
-                calls.ask(number, spec)
+            while some := list(islice(specs, together)):
+                calls.wait(self._window - len(some))
+                calls.ask(some)
             calls.wait(0)
             return calls.outputs
         finally:
@@ -204,19 +209,20 @@ class _Requests:
         self._calls: list[ManyCall | None] = [None] * len(stubs)
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
         self._changed = threading.Condition()  # guards what follows
-        self._num_asked = 0
-        # Those without an answer, the earliest first; how many were asked before them says which call each began with.
+        self._num_rounds = 0
+        # Those without an answer, the earliest first, and in which round each was asked, which says what call it began with.
         self._asked: dict[int, tuple[generation_pb2.GenerationSpec, Asking, int]] = {}
         self._failed: deque[tuple[int, Exception]] = deque()
         self._awaited = 0
         self.outputs: dict[int, RequestOutput] = {}
 
-    def ask(self, number: int, spec: generation_pb2.GenerationSpec) -> None:
-        """One more."""
+    def ask(self, specs: Sequence[tuple[int, generation_pb2.GenerationSpec]]) -> None:
+        """More requests, by number, of one front end. The next ones go to another."""
         with self._changed:
-            self._asked[number] = spec, Asking.of(self._timeout), self._num_asked
-        self._num_asked += 1
-        self._begin([number])
+            for number, spec in specs:
+                self._asked[number] = spec, Asking.of(self._timeout), self._num_rounds
+        self._num_rounds += 1
+        self._begin([number for number, _ in specs])
 
     def _begin(self, numbers: Sequence[int]) -> None:
         by_place: dict[int, list[generation_pb2.TaggedRequest]] = {}

@@ -20,6 +20,10 @@ MOST_BYTES = 1 << 20
 MOST_OPEN = 512
 """Requests of a call that a server begins with before others have ended. Says the public proto."""
 
+HANDED_OVER_S = 0.002
+"""How long whoever has more requests waits at most until the thread that sends has taken them. A program that goes on making requests
+keeps the interpreter to itself for 5 ms at a time, in which none of those that are made would go out."""
+
 OnResults = Callable[[Sequence[pb.TaggedResult]], None]
 OnEnd = Callable[[list[int], RpcError], None]
 
@@ -39,6 +43,8 @@ class ManyCall:
         self._is_closed = False
         self._call = stub.GenerateMany(self._messages())
         threading.Thread(target=self._read, name="pagecast results", daemon=True).start()
+        with self._changed:
+            self._hand_over()
 
     def send(self, requests: Sequence[pb.TaggedRequest]) -> bool:
         """More requests. False, and nothing done, if the call has ended."""
@@ -47,8 +53,12 @@ class ManyCall:
                 return False
             self._open.update([request.tag for request in requests])
             self._waiting.extend(requests)
-            self._changed.notify()
+            self._changed.notify_all()
+            self._hand_over()
         return True
+
+    def _hand_over(self) -> None:
+        self._changed.wait_for(lambda: self._is_closed or not self._waiting, HANDED_OVER_S)
 
     def close(self) -> None:
         """No more requests; those under way are cancelled."""
@@ -56,7 +66,7 @@ class ManyCall:
             self._is_closed = True
             is_idle = not self._open
             self._open.clear()
-            self._changed.notify()
+            self._changed.notify_all()
         if not is_idle:
             self._call.cancel()
 
@@ -70,6 +80,7 @@ class ManyCall:
                 size = taken[0].ByteSize()
                 while self._waiting and len(taken) < MOST_TOGETHER and (size := size + self._waiting[0].ByteSize()) <= self._most_bytes:
                     taken.append(self._waiting.popleft())
+                self._changed.notify_all()
             yield pb.GenerateManyRequest(requests=taken)
 
     def _read(self) -> None:
@@ -85,6 +96,6 @@ class ManyCall:
             self._is_closed = True
             left = sorted(self._open)
             self._open.clear()
-            self._changed.notify()
+            self._changed.notify_all()
         if left:
             self._on_end(left, error)
