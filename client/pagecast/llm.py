@@ -20,7 +20,7 @@ from pagecast import answers, models, requests, types
 from pagecast.async_client import AsyncClient, AsyncStream
 from pagecast.channel import channel_options
 from pagecast.errors import DeadlineExceeded, PagecastError, RpcError, from_status
-from pagecast.many import MOST_BYTES, MOST_OPEN, ManyCall
+from pagecast.many import MOST_BYTES, MOST_OPEN, Calls, ManyCall
 from pagecast.resuming import Asking
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc
@@ -48,6 +48,10 @@ class CompletionOutput:
     reasoning_text: str = ""
     tool_calls: tuple[types.ToolCall, ...] = ()
 
+    @classmethod
+    def of(cls, s: types.Sequence) -> Self:
+        return cls(s.index, s.text, s.token_ids, s.reason, s.matched_stop, s.logprobs, s.reasoning_text, s.tool_calls)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -64,14 +68,20 @@ class RequestOutput:
 
     @classmethod
     def of(cls, prompt: requests.Prompt, result: types.Generation) -> Self:
-        outputs = tuple(
-            CompletionOutput(s.index, s.text, s.token_ids, s.reason, s.matched_stop, s.logprobs, s.reasoning_text, s.tool_calls)
-            for s in result.sequences
-        )
         usage = result.usage
         return cls(
-            result.request_id, prompt, outputs, usage.prompt_tokens, usage.cached_prompt_tokens, result.effective.seed, result.timings,
-            result.prompt_logprobs,
+            result.request_id, prompt, tuple(map(CompletionOutput.of, result.sequences)), usage.prompt_tokens, usage.cached_prompt_tokens,
+            result.effective.seed, result.timings, result.prompt_logprobs,
+        )
+
+    @classmethod
+    def read(cls, prompt: requests.Prompt, message: generation_pb2.GenerateResponse) -> Self:
+        """`of` without what is in a types.Generation alone: of a list whose last answers come together these are all that is left to do."""
+        usage = message.usage
+        return cls(
+            message.request_id, prompt, tuple([CompletionOutput.of(answers.sequence(each)) for each in message.sequences]),
+            usage.prompt_tokens, usage.cached_prompt_tokens, message.effective.seed, answers.timings(message.timings),
+            answers.logprobs(message.prompt_logprobs),
         )
 
 
@@ -91,6 +101,10 @@ def longest_first(sampling: Sequence[SamplingParams | None]) -> list[int]:
     """Numbers of requests, those with the largest max_tokens first, then as they came."""
     most = [one.max_tokens if one is not None and isinstance(one.max_tokens, int) else math.inf for one in sampling]
     return sorted(range(len(most)), key=lambda number: -most[number])
+
+
+OutputOf = Callable[[int, generation_pb2.GenerateResponse], RequestOutput]
+"""Makes the output of a request, by its number, of its answer."""
 
 
 class _Embedded:
@@ -134,8 +148,7 @@ class LLM(_Embedded):
         arguments = channel_options([("grpc.use_local_subchannel_pool", 1)])
         self._channels = [grpc.insecure_channel(target, arguments) for target in self._cluster.targets]
         stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
-        self._stubs = for_window(stubs, self._window)
-        self._most_bytes = min(MOST_BYTES, self._cluster.max_message_bytes // 2)
+        self._calls = Calls(for_window(stubs, self._window), min(MOST_BYTES, self._cluster.max_message_bytes // 2))
 
     def generate(
         self, prompts: requests.Prompt | Sequence[requests.Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -155,8 +168,9 @@ class LLM(_Embedded):
         if len(many) > 1 and "priority" not in options:
             options["priority"] = "batch"
         order = longest_first(each) if options.get("priority") == "batch" else range(len(many))
-        specs = ((number, requests.generation_spec(many[number], each[number], options)) for number in order)
-        found = self._run(specs, requests.timeout(options.get("timeout")), lambda number, result: RequestOutput.of(many[number], result))
+        made = requests.Specs(options)
+        specs = ((number, made.of(many[number], each[number])) for number in order)
+        found = self._run(specs, requests.timeout(options.get("timeout")), lambda number, answer: RequestOutput.read(many[number], answer))
         return [found[number] for number in range(len(many))]
 
     def chat(
@@ -167,12 +181,11 @@ class LLM(_Embedded):
         return self.generate(cast(Any, conversations), sampling, **options)
 
     def _run(
-        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None,
-        output_of: Callable[[int, types.Generation], RequestOutput],
+        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None, output_of: OutputOf
     ) -> dict[int, RequestOutput]:
         """Keep a window of requests open, so that the batch is always full and the queue never long. Answers are read as they come, and
         outputs made of them, so that little is left to do after the last one. By the numbers that come with the specs."""
-        calls = _Requests(self._stubs, timeout, output_of, self._most_bytes)
+        calls = _Requests(self._calls, timeout, output_of)
         together = max(1, min(TOGETHER, self._window // 8))
         try:
             while some := list(islice(specs, together)):
@@ -185,6 +198,7 @@ class LLM(_Embedded):
 
     def close(self) -> None:
         """Stop the cluster. May be called again."""
+        self._calls.close()
         for channel in self._channels:
             channel.close()
         self._end()
@@ -202,11 +216,9 @@ class _Requests:
     Threads that read the calls make an output of each answer, and wake the caller for what it waits for alone: of a list whose answers
     come at once, each would take it two changes of threads more."""
 
-    def __init__(
-        self, stubs: Sequence[Any], timeout: float | None, output_of: Callable[[int, types.Generation], RequestOutput], most_bytes: int
-    ) -> None:  # fmt: skip
-        self._stubs, self._timeout, self._output_of, self._most_bytes = stubs, timeout, output_of, most_bytes
-        self._calls: list[ManyCall | None] = [None] * len(stubs)
+    def __init__(self, kept: Calls, timeout: float | None, output_of: OutputOf) -> None:
+        self._kept, self._timeout, self._output_of = kept, timeout, output_of
+        self._calls: list[ManyCall | None] = [None] * kept.num_places
         self._again: list[tuple[float, int]] = []  # a heap: when to ask again, whom
         self._changed = threading.Condition()  # guards what follows
         self._num_rounds = 0
@@ -232,12 +244,12 @@ class _Requests:
             request = generation_pb2.TaggedRequest(tag=number, spec=spec)
             if left is not None:
                 request.timeout.FromNanoseconds(max(1, round(left * 1e9)))
-            place = (place + asking.num_losses) % len(self._stubs)  # another front end, if there is one
+            place = (place + asking.num_losses) % len(self._calls)  # another front end, if there is one
             by_place.setdefault(place, []).append(request)
         for place, due in by_place.items():
             call = self._calls[place]
             if call is None or not call.send(due):
-                self._calls[place] = ManyCall(self._stubs[place], due, self._take, self._lose, self._most_bytes)
+                self._calls[place] = self._kept.begin(place, due, self._take, self._lose)
 
     def _take(self, results: Sequence[generation_pb2.TaggedResult]) -> None:
         """Results have come, says a thread of a call's."""
@@ -248,7 +260,7 @@ class _Requests:
             try:
                 if not result.HasField("response"):
                     raise from_status(result.status)
-                output = self._output_of(number, answers.generation(result.response))
+                output = self._output_of(number, result.response)
             except Exception as error:
                 with self._changed:
                     self._failed.append((number, error))
@@ -299,9 +311,9 @@ class _Requests:
 
     def cancel(self) -> None:
         """End what is open. Calls know these requests, which are to know none of them any more: nothing waits for the collector."""
-        for call in self._calls:
+        for place, call in enumerate(self._calls):
             if call is not None:
-                call.close()
+                self._kept.give_back(place, call)
         self._calls.clear()
 
 

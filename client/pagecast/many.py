@@ -30,14 +30,15 @@ OnEnd = Callable[[list[int], RpcError], None]
 
 class ManyCall:
     """One call. on_results: told of results, by a thread of this call's, one message after the other. on_end: told which requests the
-    call has left without one, and why, if there are any."""
+    call has left without one, and why, if there are any. A call that rests goes on for whoever has requests next."""
 
     def __init__(
         self, stub: Any, first: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd, most_bytes: int = MOST_BYTES
     ) -> None:  # fmt: skip
         """first: requests to begin with, as a call may end before there is time to send it any. most_bytes: see MOST_BYTES."""
-        self._on_results, self._on_end, self._most_bytes = on_results, on_end, most_bytes
+        self._most_bytes = most_bytes
         self._changed = threading.Condition()  # guards what follows
+        self._on_results, self._on_end = on_results, on_end
         self._waiting: deque[pb.TaggedRequest] = deque(first)
         self._open: set[int] = {request.tag for request in first}
         self._is_closed = False
@@ -59,6 +60,20 @@ class ManyCall:
 
     def _hand_over(self) -> None:
         self._changed.wait_for(lambda: self._is_closed or not self._waiting, HANDED_OVER_S)
+
+    def rest(self) -> bool:
+        """Its requests are over, and whoever asked for them is to be forgotten. False if the call has ended, or some are not over."""
+        with self._changed:
+            if self._is_closed or self._open:
+                return False
+            self._on_results, self._on_end = _nobody, _nobody
+        return True
+
+    def wake(self, requests: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd) -> bool:
+        """The call that rested goes on for somebody. False, and nothing done, if it has ended meanwhile."""
+        with self._changed:
+            self._on_results, self._on_end = on_results, on_end
+        return self.send(requests)
 
     def close(self) -> None:
         """No more requests; those under way are cancelled."""
@@ -89,13 +104,63 @@ class ManyCall:
             for message in self._call:
                 with self._changed:
                     self._open.difference_update([result.tag for result in message.results])
-                self._on_results(message.results)
+                    on_results = self._on_results
+                on_results(message.results)
+                del message, on_results  # which a call that rests would keep
         except grpc.RpcError as failure:
             error = from_rpc(failure)
         with self._changed:
             self._is_closed = True
-            left = sorted(self._open)
+            left, on_end = sorted(self._open), self._on_end
             self._open.clear()
+            self._on_results, self._on_end = _nobody, _nobody
             self._changed.notify_all()
         if left:
-            self._on_end(left, error)
+            on_end(left, error)
+
+
+def _nobody(*news: Any) -> None:
+    """Who is told of what comes in a call that rests."""
+
+
+class Calls:
+    """Calls to some front ends, begun when there are requests for them and kept for those of later: to begin one takes some
+    milliseconds."""
+
+    def __init__(self, stubs: Sequence[Any], most_bytes: int = MOST_BYTES) -> None:
+        """A stub for each place. most_bytes: see MOST_BYTES."""
+        self._stubs, self._most_bytes = stubs, most_bytes
+        self._lock = threading.Lock()  # guards what follows
+        self._resting: list[list[ManyCall]] = [[] for _ in stubs]
+        self._is_closed = False
+
+    @property
+    def num_places(self) -> int:
+        return len(self._stubs)
+
+    def begin(self, place: int, requests: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd) -> ManyCall:
+        """A call of this place, for the caller alone until he gives it back, with requests to begin with."""
+        while True:
+            with self._lock:
+                call = self._resting[place].pop() if self._resting[place] else None
+            if call is None:
+                return ManyCall(self._stubs[place], requests, on_results, on_end, self._most_bytes)
+            if call.wake(requests, on_results, on_end):
+                return call
+
+    def give_back(self, place: int, call: ManyCall) -> None:
+        """The caller needs it no more. Requests that are not over are cancelled."""
+        if call.rest():
+            with self._lock:
+                if not self._is_closed:
+                    return self._resting[place].append(call)
+        call.close()
+
+    def close(self) -> None:
+        """End those that rest, and from here on those that are given back."""
+        with self._lock:
+            self._is_closed = True
+            resting = [call for calls in self._resting for call in calls]
+            self._resting = [[] for _ in self._stubs]
+        for call in resting:
+            call.close()

@@ -71,32 +71,55 @@ class RequestOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
+class Specs:
+    """Makes specs of requests with the same options. What sampling parameters say is written once for prompts in a row that share them."""
+
+    def __init__(self, options: RequestOptions) -> None:
+        """Raises TypeError for an option that there is not."""
+        _check_names(options, RequestOptions.__annotations__.keys())
+        self._options = options
+        self._sampling: SamplingParams | None = None
+        self._common = pb.GenerationSpec()
+
+    def _begin(self, sampling: SamplingParams) -> None:
+        options = self._options
+        spec = pb.GenerationSpec(model=options.get("model", ""), request_id=options.get("request_id", ""))
+        if options.get("attach"):
+            spec.attach = True
+        spec.adapter = options.get("adapter", "")
+        spec.labels.update(options.get("labels", {}))
+        if "truncate" in options:
+            spec.truncate = _value("truncate", pb.Truncate, options["truncate"])
+        sampling.fill(spec)
+        spec.cache.cache_scope = options.get("cache_scope", "")
+        if "bypass_prefix_cache" in options:
+            spec.cache.bypass_prefix_cache = options["bypass_prefix_cache"]
+        if "priority" in options:
+            spec.scheduling.priority = _value("priority", pb.Priority, options["priority"])
+        if "max_queue_time" in options:
+            spec.scheduling.max_queue_time.CopyFrom(duration("max_queue_time", options["max_queue_time"]))
+        if "time_budget" in options:
+            spec.stopping.time_budget.CopyFrom(duration("time_budget", options["time_budget"]))
+        self._common, self._sampling = spec, sampling
+
+    def of(self, prompt: Prompt, sampling: SamplingParams | None) -> pb.GenerationSpec:
+        """The spec of one request. Raises ValueError or TypeError, naming the argument, for values that it cannot express."""
+        sampling = sampling or SamplingParams()
+        if sampling is not self._sampling and sampling != self._sampling:
+            self._begin(sampling)
+        spec = pb.GenerationSpec()
+        spec.CopyFrom(self._common)
+        _set_prompt(spec, prompt)
+        if spec.WhichOneof("input") == "chat":
+            fill_chat(spec.chat, self._options)
+        else:
+            _check_no_chat(self._options)
+        return spec
+
+
 def generation_spec(prompt: Prompt, sampling: SamplingParams | None, options: RequestOptions) -> pb.GenerationSpec:
     """The spec of one request. Raises ValueError or TypeError, naming the argument, for values that it cannot express."""
-    _check_names(options, RequestOptions.__annotations__.keys())
-    spec = pb.GenerationSpec(model=options.get("model", ""), request_id=options.get("request_id", ""))
-    if options.get("attach"):
-        spec.attach = True
-    spec.adapter = options.get("adapter", "")
-    spec.labels.update(options.get("labels", {}))
-    if "truncate" in options:
-        spec.truncate = _value("truncate", pb.Truncate, options["truncate"])
-    _set_prompt(spec, prompt)
-    if spec.WhichOneof("input") == "chat":
-        fill_chat(spec.chat, options)
-    else:
-        _check_no_chat(options)
-    (sampling or SamplingParams()).fill(spec)
-    spec.cache.cache_scope = options.get("cache_scope", "")
-    if "bypass_prefix_cache" in options:
-        spec.cache.bypass_prefix_cache = options["bypass_prefix_cache"]
-    if "priority" in options:
-        spec.scheduling.priority = _value("priority", pb.Priority, options["priority"])
-    if "max_queue_time" in options:
-        spec.scheduling.max_queue_time.CopyFrom(duration("max_queue_time", options["max_queue_time"]))
-    if "time_budget" in options:
-        spec.stopping.time_budget.CopyFrom(duration("time_budget", options["time_budget"]))
-    return spec
+    return Specs(options).of(prompt, sampling)
 
 
 def delivery(options: RequestOptions) -> pb.DeliveryOptions:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from pagecast import answers, errors, llm, many, resuming
+from pagecast import errors, llm, many, resuming
 from pagecast.llm import LLM, RequestOutput
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2 as pb
@@ -98,25 +98,30 @@ class Stub:
         self._on_request(call, request.tag)
 
 
+def read(message: pb.GenerateResponse) -> int:
+    return int(message.request_id)
+
+
 def answer(tag: int) -> pb.TaggedResult:
     return pb.TaggedResult(tag=tag, response=pb.GenerateResponse(request_id=str(tag)))
 
 
 Run = Callable[..., list[object]]
+Read = Callable[[pb.GenerateResponse], int]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(answers, "generation", lambda message: int(message.request_id))
+def run() -> Run:
     embedded = LLM.__new__(LLM)
     embedded._window = 3
-    embedded._most_bytes = many.MOST_BYTES
 
-    def run(stubs: Stub | list[Stub], asked: int | Sequence[int], timeout: float | None = None) -> list[object]:
+    def run(
+        stubs: Stub | list[Stub] | many.Calls, asked: int | Sequence[int], timeout: float | None = None, read: Read = read
+    ) -> list[object]:
         """asked: numbers in the order in which they are asked for, or how many."""
-        embedded._stubs = stubs if isinstance(stubs, list) else [stubs]
+        embedded._calls = stubs if isinstance(stubs, many.Calls) else many.Calls(stubs if isinstance(stubs, list) else [stubs])
         numbers = range(asked) if isinstance(asked, int) else asked
-        found = embedded._run(((number, pb.GenerationSpec()) for number in numbers), timeout, lambda number, result: result)
+        found = embedded._run(((number, pb.GenerationSpec()) for number in numbers), timeout, lambda number, answer: read(answer))
         return [found[number] for number in range(len(numbers))]
 
     return run
@@ -151,16 +156,15 @@ def test_front_ends_take_turns_in_whatever_order_prompts_go_out(run: Run) -> Non
     assert [stub.asked for stub in stubs] == [order[::2], order[1::2]]
 
 
-def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Run, monkeypatch: Any) -> None:
+def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Run) -> None:
     """Outputs are made in other threads, where an error would be nobody's."""
 
-    def broken(message: Any) -> object:
+    def broken(message: pb.GenerateResponse) -> int:
         raise ValueError(f"cannot read {message.request_id}")
 
-    monkeypatch.setattr(answers, "generation", broken)
     stub = Stub(lambda call, tag: call.tell(answer(0)) if tag == 2 else None)
     with pytest.raises(ValueError, match="cannot read 0"):
-        run(stub, 9)
+        run(stub, 9, read=broken)
     assert stub.calls[0].cancelled
 
 
@@ -266,6 +270,60 @@ def test_requests_that_wait_together_go_out_together_in_bounded_messages(monkeyp
     assert stub.calls[0].cancelled and not call.send([pb.TaggedRequest(tag=11)])
 
 
+def test_calls_go_on_for_those_who_come_next(run: Run) -> None:
+    """Until one ends, which the next ones learn before they are sent, and but for one whose requests were given up."""
+
+    def on_request(call: Call, tag: int) -> None:
+        if tag < 8:
+            call.tell(answer(tag))
+
+    stubs = [Stub(on_request) for _ in range(2)]
+    kept = many.Calls(stubs)
+    for _ in range(3):
+        assert run(kept, 6) == list(range(6))
+    assert [len(stub.calls) for stub in stubs] == [1, 1] and [len(stub.asked) for stub in stubs] == [9, 9]
+    stubs[0].calls[0].lose()
+    wait_until(lambda: kept._resting[0][0]._is_closed)
+    assert run(kept, 6) == list(range(6)) and [len(stub.calls) for stub in stubs] == [2, 1]
+    with pytest.raises(errors.DeadlineExceeded):
+        run(kept, 9, 0.05)  # the first front end keeps one to itself
+    assert [stub.calls[-1].cancelled for stub in stubs] == [True, False]
+    assert run(kept, 6) == list(range(6)) and [len(stub.calls) for stub in stubs] == [3, 1]
+    kept.close()
+    assert run(kept, 2) == [0, 1] and [len(stub.calls) for stub in stubs] == [4, 2] and not any(kept._resting)
+
+
+def test_those_who_ask_at_once_have_calls_of_their_own() -> None:
+    stub, told = Stub(lambda call, tag: None), queue.SimpleQueue[tuple[str, int]]()
+    kept = many.Calls([stub])
+
+    def begun(name: str, tag: int) -> many.ManyCall:
+        request = pb.TaggedRequest(tag=tag)
+        return kept.begin(0, [request], lambda results: told.put((name, results[0].tag)), lambda left, error: None)
+
+    first, second = begun("first", 1), begun("second", 1)
+    wait_until(lambda: len(stub.asked) == 2)
+    stub.calls[1].tell(answer(1))
+    assert told.get(timeout=60) == ("second", 1)
+    kept.give_back(0, second)
+    stub.calls[0].tell(answer(1))
+    assert told.get(timeout=60) == ("first", 1)
+    kept.give_back(0, first)
+    third = begun("third", 2)
+    assert third in (first, second) and len(stub.calls) == 2
+    kept.give_back(0, third)
+    assert third._is_closed  # its request was not over
+    kept.close()
+    assert first._is_closed and second._is_closed
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 class Asked(LLM):
     """Answers every spec with its prompt, and keeps them in the order of asking."""
 
@@ -284,7 +342,7 @@ class Asked(LLM):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    monkeypatch.setattr(RequestOutput, "of", lambda prompt, answer: (prompt, answer))
+    monkeypatch.setattr(RequestOutput, "read", lambda prompt, answer: (prompt, answer))
     return Asked()
 
 

@@ -62,6 +62,8 @@ class BlockPool:
 
     def touch(self, blocks: Blocks) -> None:
         """One more holder for each of `blocks` (no repeats); cached ones are revived."""
+        if not len(blocks):
+            return
         idle = blocks[self.ref_count[blocks] == 0]
         if len(idle):
             self._leave_ring(idle)

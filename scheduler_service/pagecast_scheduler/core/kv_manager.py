@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pagecast_scheduler.core.block_pool import EMPTY, BlockPool, Blocks
 from pagecast_scheduler.core.block_table import BlockTable
 from pagecast_scheduler.core.config import SchedulerConfig
-from pagecast_scheduler.core.prefix_cache import Change, HashChain, PrefixCache
+from pagecast_scheduler.core.prefix_cache import STRIDE, Change, HashChain, PrefixCache
 
 Tokens = NDArray[np.uint32]
 
@@ -64,9 +64,14 @@ class KvManager:
         hits = self.cache.lookup(chain, tokens, (num_tokens - 1) // self.block_size) if self.caching else []
         return np.array(hits, np.int64) if hits else EMPTY
 
+    def expect_lookup(self, chain: HashChain, tokens: Tokens, num_tokens: int) -> None:
+        """The first part of what `lookup` will do, while there is time."""
+        if self.caching:
+            chain.extend(tokens, min(STRIDE, (num_tokens - 1) // self.block_size))
+
     def num_revived(self, hits: Blocks) -> int:
         """How many of `hits` would leave the free list when touched."""
-        return int(np.count_nonzero(self.pool.ref_count[hits] == 0))
+        return int(np.count_nonzero(self.pool.ref_count[hits] == 0)) if len(hits) else 0
 
     def open_row(self, row: int, hits: Blocks) -> None:
         """Start a row with shared blocks."""

@@ -16,6 +16,9 @@ Change = tuple[bytes, bytes, bytes]
 b"") of one that is no longer, and CLEARED."""
 CLEARED: Change = (b"", b"", b"")
 
+STRIDE = 16
+"""Blocks that a lookup hashes ahead: a miss costs at most so many."""
+
 
 @lru_cache(maxsize=4096)
 def _seed(namespace: bytes) -> bytes:
@@ -71,10 +74,9 @@ class PrefixCache:
     def lookup(self, chain: HashChain, tokens: NDArray[np.uint32], max_blocks: int) -> list[int]:
         """Blocks of the longest cached prefix of `tokens`, at most `max_blocks` of them."""
         hits: list[int] = []
-        stride = 16  # hash ahead in strides: a miss costs at most one
         for index in range(max_blocks):
             if index >= len(chain.digests):
-                chain.extend(tokens, min(max_blocks, index + stride))
+                chain.extend(tokens, min(max_blocks, index + STRIDE))
             block = self._blocks.get(chain.digests[index])
             if block is None or self._entries[block][1] != chain.pieces[index]:
                 break

@@ -71,6 +71,8 @@ class Scheduler:
         position = len(s.queue)
         first, *request.held = request.sequences
         s.enqueue(first, now)
+        if not (s.rows.num_active or s.in_flight or submit.bypass_prefix_cache):  # others of a list are still on their way
+            s.kv.expect_lookup(first.chain, first.tokens, first.num_tokens)
         for seq in request.sequences:
             self._end_if_complete(seq, now)
         return Accepted(request.key, position)
