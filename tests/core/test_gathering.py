@@ -59,6 +59,35 @@ def test_it_begins_at_once_with_all_that_it_can_hold(values, count):
     assert len(cluster.plan().admissions) == count
 
 
+def test_it_begins_with_as_much_as_keeps_the_device_busy_and_goes_on_with_a_full_step():
+    cluster = wide(max_num_batched_tokens=3 * policy.FIRST_STEP, num_blocks=20000, max_num_seqs=256)
+    num_first = -(-policy.FIRST_STEP // 200)
+    assert num_first <= policy.FIRST_ADMISSIONS
+    for key in range(num_first):
+        assert cluster.plan() is None
+        offer(cluster, key, length=200)
+    assert len(cluster.plan().admissions) == num_first
+    for key in range(num_first, 100):
+        more = cluster.plan()
+        if more is not None:
+            break
+        offer(cluster, key, length=200)
+    assert 3 * policy.FIRST_STEP - 200 <= prefill(more) <= 3 * policy.FIRST_STEP
+
+
+def test_an_idle_engine_begins_with_a_few_of_many():
+    """Whoever they are: while those are computed the others are planned."""
+    for priority in (Priority.BATCH, Priority.NORMAL):
+        cluster = wide(max_num_batched_tokens=1 << 14, num_blocks=20000, max_num_seqs=256)
+        for key in range(2 * policy.FIRST_ADMISSIONS + 5):
+            offer(cluster, key, priority=priority)
+        assert len(cluster.plan().admissions) == policy.FIRST_ADMISSIONS
+        cluster.now += MOST
+        assert len(cluster.plan().admissions) == policy.FIRST_ADMISSIONS + 5
+        assert cluster.plan() is None
+        cluster.run()
+
+
 def test_it_begins_at_once_where_pacing_leaves_some_for_later():
     cluster = wide()
     offer(cluster, 0, 300, length=90)

@@ -24,6 +24,11 @@ LEAST_FILL = 96
 """Where decodes leave less of a flat step, prompts gain nothing by company, and a step with any prefill takes a millisecond longer."""
 BULK = 1024
 """Then so many tokens are computed at once as soon as they are due."""
+FIRST_STEP = 4096
+"""With so many tokens of prompts an idle engine begins, though more of a list may be on its way: products take no longer a token from about
+here on, so that one step more costs next to nothing, and the rest comes and is planned while they run (100 ms with 8B parameters)."""
+FIRST_ADMISSIONS = 32
+"""Requests that an idle engine's first step admits at most. To plan one takes 50 to 100 us, in which the device would stand still."""
 MOST_STEPS_LATE = 3
 """So many steps prompts wait for a bulk where it costs time at the end: some must begin now to end with the longest, or others wait for
 rows. Each step of it may be one more for the whole; of what steps with prefill cost beyond others, three of four are saved."""

@@ -64,7 +64,8 @@ def admit_waiting(s: State, draft: PlanDraft, budget: int, now: int) -> None:
     blocked: list[Sequence] = []
     isolating = s.isolating()
     reserved = _reserved(s)
-    while budget > 0 and len(s.queue) > len(blocked) and len(blocked) < s.config.max_pass_candidates:
+    most = s.config.max_num_seqs if s.in_flight or s.rows.num_active else policy.FIRST_ADMISSIONS
+    while budget > 0 and len(s.queue) > len(blocked) and len(blocked) < s.config.max_pass_candidates and len(draft.admissions) < most:
         if not s.rows.num_free:
             if not (len(s.queue) and take_from_paused(s, now)):
                 break
