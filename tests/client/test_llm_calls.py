@@ -247,6 +247,12 @@ def test_a_window_has_as_many_calls_as_let_all_of_it_be_open() -> None:
     assert llm.for_window(["a", "b"], 1024) == ["a", "b"] and llm.for_window(["a", "b"], 2048) == ["a", "b", "a", "b"]
 
 
+@pytest.mark.parametrize(("processors", "count"), [(1, 1), (7, 1), (8, 2), (15, 2), (16, 4), (128, 4)])
+def test_front_ends_go_by_the_processors_there_are(processors: int, count: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
+    assert llm.front_ends() == count
+
+
 def test_requests_that_wait_together_go_out_together_in_bounded_messages(monkeypatch: Any) -> None:
     monkeypatch.setattr(many, "MOST_TOGETHER", 4)
     began, go = threading.Event(), threading.Event()
