@@ -1,6 +1,6 @@
 """Turns the API's answer messages into this package's values."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -59,15 +59,17 @@ def generation(message: pb.GenerateResponse) -> types.Generation:
 
 def sequence(message: pb.GeneratedSequence) -> types.Sequence:
     """One whole output."""
-    calls = tuple(types.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls)
+    calls = tuple(types.ToolCall(c.id, c.name, c.arguments) for c in message.tool_calls) if message.tool_calls else ()
     return types.Sequence(
         message.sequence_index, message.text, tuple(message.token_ids[:]), _REASONS.get(message.reason, "unspecified"), matched(message),
         usage(message.usage), logprobs(message.logprobs), message.reasoning_text, calls, message.raw_bytes,
     )
 
 
-def logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[types.TokenLogprob, ...]:
+def logprobs(messages: Collection[pb.TokenLogprob]) -> tuple[types.TokenLogprob, ...]:
     """Log-probability records."""
+    if not messages:
+        return ()
     return tuple(
         types.TokenLogprob(
             m.token_id, m.logprob if m.HasField("logprob") else None,

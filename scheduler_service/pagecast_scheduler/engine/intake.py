@@ -217,4 +217,5 @@ class Intake:
             for finished in batch.finished:
                 entry = self._directory.of_key(finished.key)
                 if entry is not None and entry.request is not None and not entry.request.num_open:
-                    self._directory.close(entry, self._core.outputs_of(entry.request), now)
+                    outputs = self._core.outputs_of(entry.request) if entry.submit.identity.keep else ()
+                    self._directory.close(entry, outputs, now)

@@ -67,13 +67,12 @@ class Router:
         self.num_received = self.num_sent = 0
         self.bytes_received = self.bytes_sent = 0  # of messages, without ZeroMQ's frames
 
-    def receive(self) -> Iterator[tuple[bytes, Any]]:
-        """What the waiting messages hold, up to MAX_DRAIN of them, as (identity, struct or ForeignHello), without waiting. A peer may
-        send several structs as the parts of one message."""
-        for _ in range(MAX_DRAIN):
-            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return
+    def receive(self, most: int = MAX_DRAIN) -> Iterator[tuple[bytes, Any]]:
+        """What the waiting messages hold, as (identity, struct or ForeignHello), without waiting. A peer may send several structs as the
+        parts of one message; when there were `most`, other messages are left for the next time."""
+        while most > 0 and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             identity, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            most -= max(1, len(parts))
             self.num_received += 1
             self.num_dropped += not parts
             for data in parts:

@@ -28,6 +28,8 @@ MOST_BYTES = 1 << 20
 """Of results in a message, but for one that is larger by itself: clients take 4 MiB where nobody has told them otherwise."""
 TOGETHER = 8
 """Requests begun before others of this process have a turn, and the first of them are sent."""
+TAG_BYTES = 32
+"""At most what a result takes in a message beside its answer or status."""
 TURNS = 32
 """Answers finished before those are written: of a list whose outputs end in one step the reader gets the first while the last are made."""
 REPRIEVE_S = 1.0
@@ -47,7 +49,7 @@ class ManyRequests:
         self._deadline = None if time_left_s is None else time.monotonic() + time_left_s
         self._call = call_context.current()
         self._open: set[asyncio.Task[None]] = set()
-        self._ready: deque[pb.TaggedResult] = deque()
+        self._ready: deque[tuple[int, pb.GenerateResponse | bytes, int]] = deque()  # tag, answer or status, bytes of a message
         self._num_being_written = 0
         self._news = asyncio.Event()  # results, or the end of the caller's side or the server
         self._room = asyncio.Event()
@@ -119,10 +121,10 @@ class ManyRequests:
                 "request failed", method=METHOD, reason=answer.reason.name, principal=call.principal.name or None,
                 request_id=call.request_id or None, trace_id=call.trace.trace_id, labels=dict(call.labels) or None,
             )  # fmt: skip
-            result = pb.TaggedResult(tag=request.tag, status=answer.status().SerializeToString())
+            status = answer.status().SerializeToString()
+            self._ready.append((request.tag, status, len(status) + TAG_BYTES))
         else:
-            result = pb.TaggedResult(tag=request.tag, response=answer)
-        self._ready.append(result)
+            self._ready.append((request.tag, answer, answer.ByteSize() + TAG_BYTES))
         self._news.set()
 
     async def _answered(self, request: pb.TaggedRequest) -> pb.GenerateResponse:
@@ -150,12 +152,16 @@ class ManyRequests:
 
     def _taken(self) -> pb.GenerateManyResponse:
         """Results for one message."""
-        taken, size = [], 0
-        while self._ready and (not taken or size + self._ready[0].ByteSize() <= self._most_bytes):
-            size += self._ready[0].ByteSize()
-            taken.append(self._ready.popleft())
-        self._num_being_written = len(taken)
-        return pb.GenerateManyResponse(results=taken)
+        message, size, taken = pb.GenerateManyResponse(), 0, 0
+        while self._ready and (not taken or size + self._ready[0][2] <= self._most_bytes):
+            tag, answer, num_bytes = self._ready.popleft()
+            if isinstance(answer, bytes):
+                message.results.add(tag=tag, status=answer)
+            else:
+                message.results.add(tag=tag).response.CopyFrom(answer)
+            size, taken = size + num_bytes, taken + 1
+        self._num_being_written = taken
+        return message
 
     async def _write(self, message: pb.GenerateManyResponse) -> None:
         """Raises Refusal where the reader takes nothing for too long."""
