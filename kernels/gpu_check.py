@@ -171,10 +171,14 @@ def check_hopper() -> Iterator[tuple[str, float]]:
     yield from check_few_rows()
 
 
-def check_few_rows() -> Iterator[tuple[str, float]]:
+FEW_ROWS_PRODUCTS = ((28672, 4096), (6144, 14336), (960, 576), (336, 192))
+
+
+def check_few_rows(products: tuple[tuple[int, int], ...] = FEW_ROWS_PRODUCTS) -> Iterator[tuple[str, float]]:
+    """products: (columns, depth)."""
     from pagecast_kernels import few_rows, few_rows_hopper
 
-    for rows, (columns, depth) in itertools.product((2, 33, 64, 65, 128), ((28672, 4096), (6144, 14336), (960, 576), (336, 192))):
+    for rows, (columns, depth) in itertools.product((2, 33, 64, 65, 128), products):
         x, residual = torch.randn(rows, depth, device="cuda").bfloat16(), torch.randn(rows, columns, device="cuda").bfloat16()
         weight = (torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16()
         want = reference.linear(x.double(), weight.double())

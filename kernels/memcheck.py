@@ -1,6 +1,8 @@
 """Small cases of the kernels under NVIDIA's compute-sanitizer, on a GPU: no access outside what a tensor owns, no race, no missing barrier.
 
-    PYTHONPATH=kernels python kernels/memcheck.py [--tool memcheck|racecheck|synccheck|initcheck] [--parts attention,small,sampling]
+    PYTHONPATH=kernels python kernels/memcheck.py [--tool memcheck|racecheck|synccheck|initcheck] [--parts small,few_rows]
+
+Parts: attention, small, sampling, few_rows; all where none is named.
 
 The numbers are checked against float64 in passing. Exits 2 where there is no compute-sanitizer or it cannot watch this GPU.
 """
@@ -15,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 Errors = Iterator[tuple[str, float]]
+
+FEW_ROWS_PRODUCTS = ((2304, 1024), (960, 576), (336, 192))
+"""(columns, depth), small enough for a tool that watches every access."""
 
 
 def sanitizer() -> str | None:
@@ -33,17 +38,20 @@ def cases(parts: set[str]) -> list[tuple[Errors, float]]:
 
     gpu_check.CHECK_SAMPLES = ((5000,), (torch.bfloat16, torch.float32))
     attention = [gpu_check.check_decode(), gpu_check.check_prefill(), gpu_check_attention.check_all()]
+    few_rows = []
     if torch.cuda.get_device_capability() == (9, 0):
         attention.append(gpu_check.check_hopper())
+        few_rows.append(gpu_check.check_few_rows(FEW_ROWS_PRODUCTS))
     found = [(case, 8e-3) for case in attention if "attention" in parts]
     found += [(gpu_check.check_small(), 6e-3), (gpu_check.check_one_row(), 8e-3)] if "small" in parts else []
+    found += [(case, 8e-3) for case in few_rows if "few_rows" in parts]
     return found + ([(gpu_check.check_sampling(), 0.04)] if "sampling" in parts else [])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tool", choices=("memcheck", "racecheck", "synccheck", "initcheck"), default="memcheck")
-    parser.add_argument("--parts", default="attention,small,sampling")
+    parser.add_argument("--parts", default="attention,small,sampling,few_rows")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
