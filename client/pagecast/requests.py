@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any, Literal, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -71,6 +72,18 @@ class RequestOptions(TypedDict, total=False):
     add_generation_prompt: bool
 
 
+_VALUES = attrgetter(*SamplingParams.__dataclass_fields__)
+_PLAIN = frozenset((int, float, str))
+_DEFAULT = SamplingParams()
+
+
+def _alike(one: SamplingParams, other: SamplingParams) -> bool:
+    """Whether both say the same in the same way. 4 and 4.0 are equal, but only one of them is a count; lists are compared as objects."""
+    if one is other:
+        return True
+    return all(a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b) for a, b in zip(_VALUES(one), _VALUES(other), strict=True))
+
+
 class Specs:
     """Makes specs of requests with the same options. What sampling parameters say is written once for prompts in a row that share them."""
 
@@ -104,8 +117,8 @@ class Specs:
 
     def of(self, prompt: Prompt, sampling: SamplingParams | None) -> pb.GenerationSpec:
         """The spec of one request. Raises ValueError or TypeError, naming the argument, for values that it cannot express."""
-        sampling = sampling or SamplingParams()
-        if sampling is not self._sampling and sampling != self._sampling:
+        sampling = sampling or _DEFAULT
+        if self._sampling is None or not _alike(sampling, self._sampling):
             self._begin(sampling)
         spec = pb.GenerationSpec()
         spec.CopyFrom(self._common)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from pagecast.v1 import generation_pb2 as pb
@@ -148,7 +149,8 @@ def set_count(
 def _ids(name: str, ids: Sequence[int]) -> Sequence[int]:
     """`ids`, if every one fits a token id of the API. Raises ValueError."""
     for value in ids:
-        if not 0 <= value < 1 << 32:
+        is_whole = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+        if not is_whole or not 0 <= value < 1 << 32:
             raise ValueError(f"{name} must hold whole numbers from 0 to 2**32 - 1, not {value!r}")
     return ids
 

@@ -93,6 +93,29 @@ def test_several_prompts_that_are_none_are_refused_in_words() -> None:
             requests.generation_spec(listed(asked)[0], None, {})
 
 
+def test_specs_of_many_prompts_are_those_of_each() -> None:
+    """Whatever sampling parameters come one after the other, the same object or an equal one."""
+    shared = SamplingParams(temperature=0.5, stop=["a"], max_tokens=4)
+    samplings = [None, shared, shared, SamplingParams(temperature=0.5, stop=["a"], max_tokens=4), None, SamplingParams(max_tokens=4)]
+    prompts: list[Any] = ["one", [1, 2], [types.ChatMessage("user", "hi")], "two", [3], "three"]
+    options: requests.RequestOptions = {"cache_scope": "here", "priority": "batch", "labels": {"a": "b"}}
+    made = requests.Specs(options)
+    specs = [made.of(prompt, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
+    assert specs == [requests.generation_spec(prompt, sampling, options) for prompt, sampling in zip(prompts, samplings, strict=True)]
+    assert specs[1].prompt_token_ids.ids == [1, 2] and specs[2].chat.messages and not specs[3].HasField("chat")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [({"max_tokens": 4}, {"max_tokens": 4.0}), ({"n": 1}, {"n": True}), ({"stop_token_ids": [1]}, {"stop_token_ids": [1.0]})],
+)
+def test_what_is_equal_to_something_good_is_refused_all_the_same(good: Any, bad: Any) -> None:
+    made = requests.Specs({})
+    made.of("a", SamplingParams(**good))
+    with pytest.raises((ValueError, TypeError), match=next(iter(bad))):
+        made.of("a", SamplingParams(**bad))
+
+
 def test_options_with_names_for_values() -> None:
     chat = [types.ChatMessage("user", "hi")]
     spec = requests.generation_spec(chat, None, {"truncate": "start", "priority": "batch", "tool_choice": "auto"})
