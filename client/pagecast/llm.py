@@ -26,7 +26,7 @@ from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2, generation_pb2_grpc
 
 TOGETHER = 16
-"""Requests that a front end is given at a time: the first ones set out while those of the others are made."""
+"""Requests that a front end is given at a time, of a list that is long enough for all: the first set out while those of others are made."""
 _LATE_S = 0.5
 """After a request's deadline, of which the server says so by itself as long as it can."""
 
@@ -170,7 +170,8 @@ class LLM(_Embedded):
         order = longest_first(each) if options.get("priority") == "batch" else range(len(many))
         made = requests.Specs(options)
         specs = ((number, made.of(many[number], each[number])) for number in order)
-        found = self._run(specs, requests.timeout(options.get("timeout")), lambda number, answer: RequestOutput.read(many[number], answer))
+        timeout = requests.timeout(options.get("timeout"))
+        found = self._run(specs, len(many), timeout, lambda number, answer: RequestOutput.read(many[number], answer))
         return [found[number] for number in range(len(many))]
 
     def chat(
@@ -181,12 +182,12 @@ class LLM(_Embedded):
         return self.generate(cast(Any, conversations), sampling, **options)
 
     def _run(
-        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], timeout: float | None, output_of: OutputOf
+        self, specs: Iterator[tuple[int, generation_pb2.GenerationSpec]], count: int, timeout: float | None, output_of: OutputOf
     ) -> dict[int, RequestOutput]:
         """Keep a window of requests open, so that the batch is always full and the queue never long. Answers are read as they come, and
         outputs made of them, so that little is left to do after the last one. By the numbers that come with the specs."""
         calls = _Requests(self._calls, timeout, output_of)
-        together = max(1, min(TOGETHER, self._window // 8))
+        together = max(1, min(TOGETHER, self._window // 8, -(-count // self._calls.num_places)))
         try:
             while some := list(islice(specs, together)):
                 calls.wait(self._window - len(some))

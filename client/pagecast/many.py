@@ -117,6 +117,7 @@ class ManyCall:
             self._changed.notify_all()
         if left:
             on_end(left, error)
+        del on_end  # the failure knows this frame, and would keep whoever asked until the collector comes by
 
 
 def _nobody(*news: Any) -> None:

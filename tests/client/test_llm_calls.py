@@ -113,15 +113,16 @@ Read = Callable[[pb.GenerateResponse], int]
 @pytest.fixture
 def run() -> Run:
     embedded = LLM.__new__(LLM)
-    embedded._window = 3
 
     def run(
-        stubs: Stub | list[Stub] | many.Calls, asked: int | Sequence[int], timeout: float | None = None, read: Read = read
+        stubs: Stub | list[Stub] | many.Calls, asked: int | Sequence[int], timeout: float | None = None, read: Read = read, window: int = 3
     ) -> list[object]:
         """asked: numbers in the order in which they are asked for, or how many."""
+        embedded._window = window
         embedded._calls = stubs if isinstance(stubs, many.Calls) else many.Calls(stubs if isinstance(stubs, list) else [stubs])
         numbers = range(asked) if isinstance(asked, int) else asked
-        found = embedded._run(((number, pb.GenerationSpec()) for number in numbers), timeout, lambda number, answer: read(answer))
+        specs = ((number, pb.GenerationSpec()) for number in numbers)
+        found = embedded._run(specs, len(numbers), timeout, lambda number, answer: read(answer))
         return [found[number] for number in range(len(numbers))]
 
     return run
@@ -154,6 +155,14 @@ def test_front_ends_take_turns_in_whatever_order_prompts_go_out(run: Run) -> Non
     stubs = [Stub(lambda call, tag: call.tell(answer(tag))) for _ in range(2)]
     assert order[0] == 1 and run(stubs, order) == list(range(12))
     assert [stub.asked for stub in stubs] == [order[::2], order[1::2]]
+
+
+@pytest.mark.parametrize(("count", "first"), [(3, 1), (8, 2), (60, 15), (200, 16)])
+def test_front_ends_are_given_their_shares_of_a_short_list_and_rounds_of_a_long_one(count: int, first: int, run: Run) -> None:
+    stubs = [Stub(lambda call, tag: call.tell(answer(tag))) for _ in range(4)]
+    assert run(stubs, count, window=512) == list(range(count))
+    assert stubs[0].asked[:first] == list(range(first)) and first in stubs[1].asked[:1]
+    assert max(len(stub.asked) for stub in stubs) - min(len(stub.asked) for stub in stubs) <= first
 
 
 def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Run) -> None:
@@ -196,6 +205,8 @@ def test_what_was_asked_goes_with_its_end(run: Run) -> None:
     gc.disable()
     try:
         assert run([Stub(lambda call, tag: call.tell(answer(tag))) for _ in range(2)], 10) == list(range(10))
+        with pytest.raises(errors.DeadlineExceeded):
+            run(Stub(lambda call, tag: None), 3, 0.05)  # its call is cancelled, which is a failure for whoever reads it
         end = time.monotonic() + 30
         while (left := [each for each in gc.get_objects() if isinstance(each, llm._Requests)]) and time.monotonic() < end:
             del left
@@ -337,7 +348,7 @@ class Asked(LLM):
         self.specs: list[pb.GenerationSpec] = []
 
     def _run(
-        self, specs: Iterator[tuple[int, pb.GenerationSpec]], timeout: float | None, output_of: Callable[[int, Any], Any]
+        self, specs: Iterator[tuple[int, pb.GenerationSpec]], count: int, timeout: float | None, output_of: Callable[[int, Any], Any]
     ) -> dict[int, Any]:
         taken = list(specs)
         self.specs = [spec for _, spec in taken]
