@@ -38,13 +38,12 @@ def cases(parts: set[str]) -> list[tuple[Errors, float]]:
 
     gpu_check.CHECK_SAMPLES = ((5000,), (torch.bfloat16, torch.float32))
     attention = [gpu_check.check_decode(), gpu_check.check_prefill(), gpu_check_attention.check_all()]
-    few_rows = []
-    if torch.cuda.get_device_capability() == (9, 0):
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    if is_hopper:
         attention.append(gpu_check.check_hopper())
-        few_rows.append(gpu_check.check_few_rows(FEW_ROWS_PRODUCTS))
     found = [(case, 8e-3) for case in attention if "attention" in parts]
     found += [(gpu_check.check_small(), 6e-3), (gpu_check.check_one_row(), 8e-3)] if "small" in parts else []
-    found += [(case, 8e-3) for case in few_rows if "few_rows" in parts]
+    found += [(gpu_check.check_few_rows(FEW_ROWS_PRODUCTS), 8e-3)] if is_hopper and "few_rows" in parts else []
     return found + ([(gpu_check.check_sampling(), 0.04)] if "sampling" in parts else [])
 
 

@@ -48,10 +48,6 @@ class CompletionOutput:
     reasoning_text: str = ""
     tool_calls: tuple[types.ToolCall, ...] = ()
 
-    @classmethod
-    def of(cls, s: types.Sequence) -> Self:
-        return cls(s.index, s.text, s.token_ids, s.reason, s.matched_stop, s.logprobs, s.reasoning_text, s.tool_calls)
-
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -68,20 +64,14 @@ class RequestOutput:
 
     @classmethod
     def of(cls, prompt: requests.Prompt, result: types.Generation) -> Self:
+        outputs = tuple(
+            CompletionOutput(s.index, s.text, s.token_ids, s.reason, s.matched_stop, s.logprobs, s.reasoning_text, s.tool_calls)
+            for s in result.sequences
+        )
         usage = result.usage
         return cls(
-            result.request_id, prompt, tuple(map(CompletionOutput.of, result.sequences)), usage.prompt_tokens, usage.cached_prompt_tokens,
-            result.effective.seed, result.timings, result.prompt_logprobs,
-        )
-
-    @classmethod
-    def read(cls, prompt: requests.Prompt, message: generation_pb2.GenerateResponse) -> Self:
-        """`of` without what is in a types.Generation alone: of a list whose last answers come together these are all that is left to do."""
-        usage = message.usage
-        return cls(
-            message.request_id, prompt, tuple([CompletionOutput.of(answers.sequence(each)) for each in message.sequences]),
-            usage.prompt_tokens, usage.cached_prompt_tokens, message.effective.seed, answers.timings(message.timings),
-            answers.logprobs(message.prompt_logprobs),
+            result.request_id, prompt, outputs, usage.prompt_tokens, usage.cached_prompt_tokens, result.effective.seed, result.timings,
+            result.prompt_logprobs,
         )
 
 
@@ -103,8 +93,8 @@ def longest_first(sampling: Sequence[SamplingParams | None]) -> list[int]:
     return sorted(range(len(most)), key=lambda number: -most[number])
 
 
-OutputOf = Callable[[int, generation_pb2.GenerateResponse], RequestOutput]
-"""Makes the output of a request, by its number, of its answer."""
+OutputOf = Callable[[int, types.Generation], RequestOutput]
+"""Makes the output of a request, by its number, of its result."""
 
 
 class _Embedded:
@@ -171,7 +161,7 @@ class LLM(_Embedded):
         made = requests.Specs(options)
         specs = ((number, made.of(many[number], each[number])) for number in order)
         timeout = requests.timeout(options.get("timeout"))
-        found = self._run(specs, len(many), timeout, lambda number, answer: RequestOutput.read(many[number], answer))
+        found = self._run(specs, len(many), timeout, lambda number, result: RequestOutput.of(many[number], result))
         return [found[number] for number in range(len(many))]
 
     def chat(
@@ -261,7 +251,7 @@ class _Requests:
             try:
                 if not result.HasField("response"):
                     raise from_status(result.status)
-                output = self._output_of(number, result.response)
+                output = self._output_of(number, answers.generation(result.response))
             except Exception as error:
                 with self._changed:
                     self._failed.append((number, error))

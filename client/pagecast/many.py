@@ -1,6 +1,7 @@
 """Lists of requests over few calls: what a list of prompts goes out on, and its results come back on. Knows no list by itself; see llm.
 
-Each front end has one GenerateMany call at a time. A thread of gRPC's takes what is to go out, another one here reads what comes back.
+GenerateMany calls are kept from one list to the next; each is of one list at a time. A thread of gRPC's takes what is to go out, another
+one here reads what comes back.
 """
 
 import threading
@@ -72,8 +73,10 @@ class ManyCall:
     def wake(self, requests: Sequence[pb.TaggedRequest], on_results: OnResults, on_end: OnEnd) -> bool:
         """The call that rested goes on for somebody. False, and nothing done, if it has ended meanwhile."""
         with self._changed:
+            if self._is_closed:
+                return False
             self._on_results, self._on_end = on_results, on_end
-        return self.send(requests)
+            return self.send(requests)
 
     def close(self) -> None:
         """No more requests; those under way are cancelled."""

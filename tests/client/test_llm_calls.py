@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from waiting import until
 
-from pagecast import errors, llm, many, resuming
+from pagecast import errors, llm, many, resuming, types
 from pagecast.llm import LLM, RequestOutput
 from pagecast.sampling import SamplingParams
 from pagecast.v1 import generation_pb2 as pb
@@ -98,8 +99,8 @@ class Stub:
         self._on_request(call, request.tag)
 
 
-def read(message: pb.GenerateResponse) -> int:
-    return int(message.request_id)
+def read(result: types.Generation) -> int:
+    return int(result.request_id)
 
 
 def answer(tag: int) -> pb.TaggedResult:
@@ -107,7 +108,7 @@ def answer(tag: int) -> pb.TaggedResult:
 
 
 Run = Callable[..., list[object]]
-Read = Callable[[pb.GenerateResponse], int]
+Read = Callable[[types.Generation], int]
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def run() -> Run:
         embedded._calls = stubs if isinstance(stubs, many.Calls) else many.Calls(stubs if isinstance(stubs, list) else [stubs])
         numbers = range(asked) if isinstance(asked, int) else asked
         specs = ((number, pb.GenerationSpec()) for number in numbers)
-        found = embedded._run(specs, len(numbers), timeout, lambda number, answer: read(answer))
+        found = embedded._run(specs, len(numbers), timeout, lambda number, result: read(result))
         return [found[number] for number in range(len(numbers))]
 
     return run
@@ -168,8 +169,8 @@ def test_front_ends_are_given_their_shares_of_a_short_list_and_rounds_of_a_long_
 def test_what_cannot_be_read_is_told_and_the_others_are_cancelled(run: Run) -> None:
     """Outputs are made in other threads, where an error would be nobody's."""
 
-    def broken(message: pb.GenerateResponse) -> int:
-        raise ValueError(f"cannot read {message.request_id}")
+    def broken(result: types.Generation) -> int:
+        raise ValueError(f"cannot read {result.request_id}")
 
     stub = Stub(lambda call, tag: call.tell(answer(0)) if tag == 2 else None)
     with pytest.raises(ValueError, match="cannot read 0"):
@@ -300,7 +301,7 @@ def test_calls_go_on_for_those_who_come_next(run: Run) -> None:
         assert run(kept, 6) == list(range(6))
     assert [len(stub.calls) for stub in stubs] == [1, 1] and [len(stub.asked) for stub in stubs] == [9, 9]
     stubs[0].calls[0].lose()
-    wait_until(lambda: kept._resting[0][0]._is_closed)
+    until(lambda: kept._resting[0][0]._is_closed, "the lost call ends", 60)
     assert run(kept, 6) == list(range(6)) and [len(stub.calls) for stub in stubs] == [2, 1]
     with pytest.raises(errors.DeadlineExceeded):
         run(kept, 9, 0.05)  # the first front end keeps one to itself
@@ -319,7 +320,7 @@ def test_those_who_ask_at_once_have_calls_of_their_own() -> None:
         return kept.begin(0, [request], lambda results: told.put((name, results[0].tag)), lambda left, error: None)
 
     first, second = begun("first", 1), begun("second", 1)
-    wait_until(lambda: len(stub.asked) == 2)
+    until(lambda: len(stub.asked) == 2, "both are asked", 60)
     stub.calls[1].tell(answer(1))
     assert told.get(timeout=60) == ("second", 1)
     kept.give_back(0, second)
@@ -332,13 +333,6 @@ def test_those_who_ask_at_once_have_calls_of_their_own() -> None:
     assert third._is_closed  # its request was not over
     kept.close()
     assert first._is_closed and second._is_closed
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class Asked(LLM):
@@ -359,7 +353,7 @@ class Asked(LLM):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    monkeypatch.setattr(RequestOutput, "read", lambda prompt, answer: (prompt, answer))
+    monkeypatch.setattr(RequestOutput, "of", lambda prompt, answer: (prompt, answer))
     return Asked()
 
 

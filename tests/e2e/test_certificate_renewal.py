@@ -7,8 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import httpx
 from e2e.cli_server import LIMIT_S, PAGECAST, Served, serve
 from frontend.secure_rig import Authority, write
+from waiting import until
 
 from pagecast import Client, SamplingParams, Tls
 from pagecast.errors import Unavailable
@@ -24,13 +24,6 @@ from pagecast.types import Tokens
 ORACLE = ("--executor", "oracle", "--oracle-vocab-size", "2048")
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True, seed=7)
 FEW = SamplingParams(max_tokens=3, ignore_eos=True)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 class Party:

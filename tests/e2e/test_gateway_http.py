@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import httpx
 import pytest
 from e2e.cli_server import LIMIT_S, PAGECAST, Served, pagecast, serve
 from frontend.secure_rig import Authority, write
+from waiting import until
 
 from pagecast import Client
 
@@ -30,13 +31,6 @@ def served() -> Iterator[Served]:
     words = ("--oracle-step-us", "2000", "--max-model-len", "200000", "--num-blocks", "20000", "--num-frontends", "2")
     with serve(*ORACLE, *words) as cluster:
         yield cluster
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def running(served: Served) -> int:

@@ -57,12 +57,10 @@ def _plan_decodes(s: State, draft: PlanDraft, now: int) -> None:
         draft.num_steps = 1
     if draft.num_steps == 1:
         short = rows.short_of_blocks()
-        if not len(short):
-            pass
-        elif len(short) > s.kv.pool.num_free:
-            _grow_scarce(s, draft, short, now)
-        else:
+        if len(short) and len(short) <= s.kv.pool.num_free:
             _grow(s, draft, short)
+        elif len(short):
+            _grow_scarce(s, draft, short, now)
     draft.stepping = s.rows.stepping_rows()
     if draft.stalled:
         draft.stepping = np.setdiff1d(draft.stepping, draft.stalled)

@@ -18,7 +18,7 @@ from pagecast_wire import codec
 from pagecast_wire.keys import SchedulerKeys
 
 MAX_DRAIN = 512
-"""Messages taken in one go; the rest wait for the next turn of the loop, so that no peer starves the others."""
+"""Structs taken in one go; the rest wait for the next turn of the loop, so that no peer starves the others."""
 
 UNSENT_LIMIT = 20_000
 """Messages that may wait for one peer before it counts as lost."""
