@@ -1,6 +1,7 @@
 """For every test: what is drawn is drawn alike in every run; whatever a server answers with an error, no word of it comes from the
 inside; and what it starts has an end."""
 
+import gc
 import os
 import re
 import sys
@@ -12,8 +13,9 @@ import leftovers
 import pytest
 from hypothesis import HealthCheck, settings
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-"""Two tests at a time share the cores: threads of torch that spin while they wait would take them from each other."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Two tests at a time share two cores. A second thread of torch takes a third more processor time for the same products, of which a core
+that another test needs is what is lost; and what one thread adds up does not depend on how many cores there are."""
 
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeat", settings.get_profile("explore"), derandomize=True)
@@ -43,6 +45,12 @@ def _make_aio(self: Any, *args: Any, **options: Any) -> None:
 
 
 grpc.aio.AioRpcError.__init__ = _make_aio  # type: ignore[method-assign]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is never garbage: no collection looks at it again, of which tests ask for hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

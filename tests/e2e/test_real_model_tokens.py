@@ -68,18 +68,12 @@ def test_the_server_tokenizes_as_transformers_does(reference: Reference, llm: LL
         assert rendered.token_ids == reference.encode(expected)
 
 
-def test_alone(reference: Reference, llm: LLM) -> None:
+def test_alone_without_and_with_prefix_hits(reference: Reference, llm: LLM) -> None:
+    """The second time all full blocks come from the cache. A prompt within one block has none, and is asked past the cache instead."""
     for name in PROMPTS:
-        assert judge(reference, llm, [name], bypass=True) == [0]
-
-
-def test_alone_with_prefix_hits(reference: Reference, llm: LLM) -> None:
-    """The second time all full blocks come from the cache; a prompt within one block has none."""
-    for name in PROMPTS:
-        length = len(reference.encode(PROMPTS[name]))
-        if length > 16:
-            assert judge(reference, llm, [name], cache_scope="alone") == [0]
-            assert judge(reference, llm, [name], cache_scope="alone") == [(length - 1) // 16 * 16]
+        full = (len(reference.encode(PROMPTS[name])) - 1) // 16 * 16
+        assert judge(reference, llm, [name], cache_scope="alone") == [0]
+        assert judge(reference, llm, [name], cache_scope="alone", bypass=not full) == [full]
 
 
 def test_sixteen_at_once_without_and_with_prefix_hits(reference: Reference, llm: LLM) -> None:
